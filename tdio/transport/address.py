@@ -1,0 +1,133 @@
+"""Where a server is, and how to open a connection to it. Pickles as an address."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from multiprocessing import context
+from typing import Any
+
+import redis
+import redis.asyncio
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from tdio.errors import AuthenticationFailed, ServerTimeout, ServerUnavailable
+
+#: Seconds to wait for a connection, and for the next bytes of a reply, unless the caller says
+#: otherwise with redis-py's own arguments of these names.
+SOCKET_CONNECT_TIMEOUT_S = 0.8
+SOCKET_TIMEOUT_S = 10.0
+#: Options that hold a secret: shown nowhere, and pickled only for a worker process.
+_SECRETS = ("password", "ssl_password", "credential_provider")
+_FROM_CLIENT = (
+    *("username", "password", "credential_provider", "protocol", "client_name"),
+    *("socket_timeout", "socket_connect_timeout"),
+)
+
+
+@dataclass(frozen=True)
+class Address:
+    """The address of a server that speaks the Redis protocol.
+
+    Attributes:
+        host: host name, for TCP.
+        port: port, for TCP.
+        db: database number.
+        unix_socket_path: path of a Unix socket; ``host`` and ``port`` are then ignored.
+        options: further keyword arguments of ``redis.Redis`` (``username``, ``password``,
+            ``ssl``, ``protocol``, ``socket_timeout`` in seconds, ...).
+    """
+
+    host: str = "localhost"
+    port: int = 6379
+    db: int = 0
+    unix_socket_path: str | None = None
+    options: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    def __str__(self) -> str:
+        return f"{self.unix_socket_path or f'{self.host}:{self.port}'} db={self.db}"
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+    @property
+    def timeout_s(self) -> float:
+        """Seconds without a byte from the server after which a wait ends."""
+        return float(self.options.get("socket_timeout") or SOCKET_TIMEOUT_S)
+
+    @classmethod
+    def of_client(cls, client: Any) -> Address:
+        """Return the address of a ``redis.Redis`` or ``redis.asyncio.Redis``.
+
+        Raises:
+            TypeError: the client does not tell its server (a cluster or a custom client).
+        """
+        pool = getattr(client, "connection_pool", None)
+        kwargs = getattr(pool, "connection_kwargs", None)
+        if pool is None or kwargs is None:
+            raise TypeError(
+                f"client= takes a redis.Redis or redis.asyncio.Redis, not {type(client).__name__}; "
+                "pass host=, port= and db= instead"
+            )
+        options = {k: kwargs[k] for k in _FROM_CLIENT if kwargs.get(k) is not None}
+        options |= {k: v for k, v in kwargs.items() if k.startswith("ssl_") and v is not None}
+        kinds = (redis.SSLConnection, redis.asyncio.SSLConnection)
+        if issubclass(pool.connection_class, kinds):
+            options["ssl"] = True
+        return cls(
+            host=kwargs.get("host", "localhost"),
+            port=int(kwargs.get("port", 6379)),
+            db=int(kwargs.get("db") or 0),
+            unix_socket_path=kwargs.get("path"),
+            options=options,
+        )
+
+    def connect(self) -> Any:
+        """Open a connection: a connected, authenticated ``redis.connection`` object.
+
+        Raises:
+            ServerUnavailable: nothing answers at the address.
+            ServerTimeout: it accepts and stays silent.
+            AuthenticationFailed: wrong user or password. Not retried.
+        """
+        kwargs = {
+            "socket_connect_timeout": SOCKET_CONNECT_TIMEOUT_S,
+            "socket_timeout": SOCKET_TIMEOUT_S,
+            "protocol": 2,
+            **{k: v for k, v in self.options.items() if v is not None},
+            "db": self.db,
+            # Ten retries with back-off are redis-py's default: 4 s to report a closed port.
+            "retry": Retry(NoBackoff(), 0),
+        }
+        if self.unix_socket_path is not None:
+            kwargs["unix_socket_path"] = self.unix_socket_path
+        else:
+            kwargs |= {"host": self.host, "port": self.port}
+        connection = redis.Redis(**kwargs).connection_pool.make_connection()
+        try:
+            connection.connect()
+        except (redis.AuthenticationError, redis.exceptions.NoPermissionError) as error:
+            raise AuthenticationFailed(
+                f"{self} refused the user or the password ({error}); check username= and password="
+            ) from error
+        except redis.TimeoutError as error:
+            raise ServerTimeout(
+                f"{self} did not answer within {kwargs['socket_connect_timeout']} s of connecting "
+                f"({error}); is it up, and is the address right?"
+            ) from error
+        except (redis.RedisError, OSError) as error:
+            if "NOAUTH" in str(error):
+                raise AuthenticationFailed(f"{self} asks for a password; pass password=") from error
+            raise ServerUnavailable(
+                f"no server answers at {self}: {error}; start one, or pass the host=, port= or "
+                "unix_socket_path= of one that runs"
+            ) from error
+        return connection
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        # A secret travels to the workers that this process starts, and into no file.
+        if context.get_spawning_popen() is None:
+            state["options"] = {k: v for k, v in self.options.items() if k not in _SECRETS}
+        return state
+

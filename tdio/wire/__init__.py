@@ -1,0 +1,1 @@
+"""Sans-I/O: names on the server, commands, reply framing, and operations as generators."""

@@ -1,0 +1,100 @@
+"""What an operation may yield: one round trip of commands, or one of range reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from tdio.errors import AccessDenied, AuthenticationFailed, ServerError, TdioError
+from tdio.layout.plan import Ranges
+
+Buffer = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True)
+class Body:
+    """An argument of known size whose bytes are produced while they are sent.
+
+    An upload is one ``SET`` with a streamed body: the server allocates once, the client holds
+    one chunk, and a writer that dies half way has written nothing.
+    """
+
+    nbytes: int
+    chunks: Callable[[], Iterable[Buffer]]
+
+
+Arg = str | bytes | int | memoryview | Body
+
+
+@dataclass(frozen=True)
+class Commands:
+    """One round trip of ordinary commands.
+
+    Attributes:
+        items: the commands, each a tuple of arguments.
+        atomic: wrap them in MULTI/EXEC; the replies are then those inside EXEC, or None where a
+            watched key changed.
+        tolerant: give error replies back as values instead of raising the first.
+    """
+
+    items: list[tuple[Arg, ...]]
+    atomic: bool = False
+    tolerant: bool = False
+
+
+@dataclass(frozen=True)
+class RangeRead:
+    """Byte ranges of one server string, received one after the other into ``into``.
+
+    Attributes:
+        key: the server key.
+        ranges: what to read; their total size is that of ``into``.
+        into: uint8 ``[n]`` destination.
+        what: names the entry in errors.
+    """
+
+    key: str
+    ranges: Ranges
+    into: npt.NDArray[np.uint8]
+    what: str
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """One round trip of range reads; its reply is None, the data is in the buffers."""
+
+    reads: list[RangeRead] = field(default_factory=list)
+
+
+Request = Commands | Fetch
+T = TypeVar("T")
+#: Yields the requests of one round trip each, is sent the replies, returns its result.
+Operation = Generator[Request, Any, T]
+
+
+def encode_command(args: tuple[Arg, ...]) -> Iterator[Buffer | Body]:
+    """Yield the RESP encoding of a command; large arguments pass through untouched."""
+    head = b"*%d\r\n" % len(args)
+    for arg in args:
+        if isinstance(arg, (Body, memoryview)):
+            yield head + b"$%d\r\n" % arg.nbytes
+            yield arg
+            head = b"\r\n"
+            continue
+        raw = arg if isinstance(arg, bytes) else str(arg).encode()
+        head += b"$%d\r\n%b\r\n" % (len(raw), raw)
+    yield head
+
+
+def error_of(message: str, what: str) -> TdioError:
+    """Return our error for the text of an error reply; ``what`` says what was asked, where."""
+    code = message.split(" ", 1)[0]
+    if code in ("WRONGPASS", "NOAUTH"):
+        return AuthenticationFailed(f"{what}: the server refused the user or password: {message}")
+    if code == "NOPERM":
+        return AccessDenied(f"{what}: this user may not do that: {message}")
+    return ServerError(f"{what}: the server answered: {message}")
