@@ -52,6 +52,7 @@ class Stored(_NoShapeOps, _NoVmap, TensorDictBase):
     _is_memmap = False
 
     _handle: Handle
+    _entered: list[bool]
     _prefix: str = ""
 
     def _setup(self, handle: Handle, batch: tuple[int, ...], device: torch.device | None) -> None:
@@ -323,8 +324,15 @@ class Stored(_NoShapeOps, _NoVmap, TensorDictBase):
         """Forget what is known of keys and shapes, and read it again from the server."""
         self._handle.refresh()
 
-    def __enter__(self) -> Any:
-        return self
+    # ``with store.unlock_():`` is tensordict's; ``with store:`` closes the connections at its end.
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __enter__(self) -> Any:
+        resource = getattr(self, "_last_op", None) is None
+        self.__dict__.setdefault("_entered", []).append(resource)
+        return self if resource else super().__enter__()
+
+    def __exit__(self, kind: Any, value: Any, trace: Any) -> Any:
+        if self._entered.pop():
+            self.close()
+            return None
+        return super().__exit__(kind, value, trace)

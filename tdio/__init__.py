@@ -1,0 +1,15 @@
+"""Feed PyTorch training from TensorDicts that live outside the training process."""
+
+from tdio.data import StoreDataset, tensordict_collate
+from tdio.store import LazyStackedTensorDictStore, TensorDictStore, delete_store, open_store
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LazyStackedTensorDictStore",
+    "StoreDataset",
+    "TensorDictStore",
+    "delete_store",
+    "open_store",
+    "tensordict_collate",
+]

@@ -1,0 +1,421 @@
+"""``TensorDictStore``: a tensordict on a server."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from numbers import Number
+from typing import Any
+
+import torch
+
+from tdio.errors import EntryMismatch, UnsupportedValue, WrongStoreKind
+from tdio.layout.index import normalise, select
+from tdio.layout.paths import check_key
+from tdio.layout.spec import LeafSpec
+from tdio.store._stored import Stored
+from tdio.store._td import (
+    _ACCEPTED_CLASSES,
+    LazyStackedTensorDict,
+    TensorDict,
+    TensorDictBase,
+    _is_tensorclass,
+    _register_tensor_class,
+    _unravel_key_to_tuple,
+    is_tensor_collection,
+)
+from tdio.store.connecting import locate
+from tdio.store.handle import Handle, create, delete_store, device_of
+from tdio.store.reader import read
+from tdio.store.writer import (
+    check_leaves,
+    leaves_of,
+    progress_bar,
+    rows_writes,
+    scalar_values,
+    upload_tensor,
+)
+from tdio.wire.reading import StoreInfo
+from tdio.wire.requests import Body
+from tdio.wire.writing import Upload
+
+
+class TensorDictStore(Stored):
+    """A tensordict whose entries live on a server that speaks the Redis protocol.
+
+    Each leaf is one string of raw bytes on the server, readable by ``tensordict.store`` 0.15. A
+    read brings only the rows that were asked for, in one round trip for all leaves, into one
+    storage. The data stays on the server after ``close``; delete it with ``clear_redis``.
+
+    Args:
+        backend: a label for the kind of server, shown by ``repr``.
+        host: host name of the server.
+        port: port of the server.
+        db: database number.
+        unix_socket_path: path of a Unix socket; ``host`` and ``port`` are then ignored.
+        prefix: namespace of the store's keys.
+        batch_size: leading dims that all entries share, ``[*B]``; None is ``[]``.
+        device: device of the tensors that reads return; None: CPU tensors, no device.
+        client: a ``redis.Redis`` or ``redis.asyncio.Redis`` whose server and settings to use.
+        td_id: id of the new store; None makes a random one. An existing id is refused.
+        cache_metadata: keep keys, shapes and dtypes in this process. What another handle changes
+            is then seen after ``refresh()``.
+        **redis_kwargs: further arguments of ``redis.Redis``. Defaults differ from redis-py's in
+            ``socket_connect_timeout=0.8`` and ``socket_timeout=10`` (seconds), and nothing is
+            retried on a closed port.
+
+    Raises:
+        StoreExists: ``td_id`` is taken; the store there is left as it is.
+        ServerUnavailable: no server at the address.
+        AuthenticationFailed: wrong user or password.
+
+    Example:
+        >>> import torch
+        >>> from tdio import TensorDictStore
+        >>> from tdio.server import embedded_server
+        >>> with embedded_server() as server:
+        ...     store = TensorDictStore(batch_size=[100], **server.connection_kwargs)
+        ...     store["obs"] = torch.zeros(100, 84)
+        ...     store[3:5]["obs"].shape
+        torch.Size([2, 84])
+    """
+
+    def __init__(
+        self,
+        *,
+        backend: str = "redis",
+        host: str = "localhost",
+        port: int = 6379,
+        db: int = 0,
+        unix_socket_path: str | None = None,
+        prefix: str = "tensordict",
+        batch_size: Sequence[int] | torch.Size | None = None,
+        device: Any = None,
+        client: Any = None,
+        td_id: str | None = None,
+        cache_metadata: bool = True,
+        **redis_kwargs: Any,
+    ) -> None:
+        batch = tuple(batch_size) if batch_size is not None else ()
+        location = locate(
+            host=host,
+            port=port,
+            db=db,
+            unix_socket_path=unix_socket_path,
+            prefix=prefix,
+            client=client,
+            td_id=td_id,
+            **redis_kwargs,
+        )
+        info = StoreInfo(batch, None, "" if device is None else str(torch.device(device)))
+        handle = create(location, info)
+        handle.cache = cache_metadata
+        self._setup(handle, batch, device_of(info, None))
+        self._backend = backend
+
+    @classmethod
+    def _wrap(cls, handle: Handle, device: Any, backend: str) -> TensorDictStore:
+        out = cls.__new__(cls)
+        out._setup(handle, handle.info.batch, device_of(handle.info, device))
+        out._backend = backend
+        return out
+
+    # ---- construction
+
+    @classmethod
+    def from_tensordict(
+        cls,
+        td: TensorDictBase,
+        *,
+        backend: str = "redis",
+        prefix: str = "tensordict",
+        device: Any = None,
+        td_id: str | None = None,
+        cache_metadata: bool = True,
+        progress: bool = False,
+        **connection: Any,
+    ) -> Any:
+        """Copy a tensordict, tensorclass or lazy stack to the server.
+
+        The store becomes visible when all of it has arrived; a writer that dies half way leaves
+        one that is refused as incomplete. Memory beside ``td`` is at most 32 MiB.
+
+        Args:
+            td: what to copy, batch size ``[*B]``. Tensors are stored detached, from any device.
+            backend: as in the constructor.
+            prefix: as in the constructor.
+            device: device of the tensors that reads return; None takes that of ``td``.
+            td_id: id of the new store; None makes a random one.
+            cache_metadata: as in the constructor.
+            progress: show a bar of the bytes sent.
+            **connection: ``host``, ``port``, ``db``, ``unix_socket_path``, ``client`` and
+                arguments of ``redis.Redis``.
+
+        Returns:
+            A ``TensorDictStore``; for a lazy stack a ``LazyStackedTensorDictStore``; for a
+            tensorclass an instance of that class over a store.
+
+        Raises:
+            StoreExists: ``td_id`` is taken.
+            EntryTooLarge: a leaf is above the server's string limit; nothing was sent.
+            UnsupportedValue: a leaf that is not a plain tensor, or a key with a ".".
+        """
+        if isinstance(td, LazyStackedTensorDict):
+            from tdio.store.lazy import LazyStackedTensorDictStore
+
+            return LazyStackedTensorDictStore.from_lazy_stack(
+                td,
+                backend=backend,
+                prefix=prefix,
+                device=device,
+                td_id=td_id,
+                cache_metadata=cache_metadata,
+                progress=progress,
+                **connection,
+            )
+        kind = type(td) if _is_tensorclass(type(td)) else None
+        device = td.device if device is None else torch.device(device)
+        info = StoreInfo(
+            tuple(td.batch_size),
+            None,
+            "" if device is None else str(device),
+            "" if kind is None else f"{kind.__module__}.{kind.__qualname__}",
+        )
+        location = locate(prefix=prefix, td_id=td_id, **connection)
+        leaves = leaves_of(td)
+        report, done = progress_bar(sum(t.nbytes for t in leaves.values()), progress)
+        uploads = [upload_tensor(path, tensor, report) for path, tensor in leaves.items()]
+        handle = create(location, info, uploads)
+        done()
+        handle.cache = cache_metadata
+        store = cls._wrap(handle, None, backend)
+        return store if kind is None else kind._from_tensordict(store)
+
+    @classmethod
+    def from_dict(
+        cls,
+        input_dict: Any,
+        *,
+        auto_batch_size: bool = False,
+        batch_size: Sequence[int] | torch.Size | None = None,
+        batch_dims: int | None = None,
+        names: Sequence[str] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Copy a dict of tensors (nested dicts allowed) to the server.
+
+        Args:
+            input_dict: the entries, each ``[*B, *]``.
+            auto_batch_size: take the largest leading shape that all entries share.
+            batch_size: the batch size ``[*B]``.
+            batch_dims: at most so many dims for ``auto_batch_size``.
+            names: names of the batch dims; kept by this handle only.
+            **kwargs: as in ``from_tensordict``.
+        """
+        if is_tensor_collection(input_dict):
+            td = input_dict
+        else:
+            td = TensorDict.from_dict(
+                input_dict,
+                auto_batch_size=auto_batch_size or batch_dims is not None,
+                batch_size=batch_size,
+                batch_dims=batch_dims,
+            )
+        store = cls.from_tensordict(td, **kwargs)
+        if names is not None:
+            store.names = names
+        return store
+
+    @classmethod
+    def from_schema(
+        cls,
+        schema: dict[Any, tuple[Sequence[int], torch.dtype]],
+        *,
+        batch_size: Sequence[int] | torch.Size | None = None,
+        backend: str = "redis",
+        prefix: str = "tensordict",
+        device: Any = None,
+        td_id: str | None = None,
+        **connection: Any,
+    ) -> TensorDictStore:
+        """Make a store of zeros, to be filled by index.
+
+        Args:
+            schema: ``{key: (shape below the batch dims, dtype)}``.
+            batch_size: the batch size ``[*B]``.
+            backend: as in the constructor.
+            prefix: as in the constructor.
+            device: as in the constructor.
+            td_id: id of the new store; None makes a random one.
+            **connection: as in ``from_tensordict``.
+
+        Raises:
+            EntryTooLarge: an entry is above the server's string limit; nothing was sent.
+        """
+        batch = tuple(batch_size) if batch_size is not None else ()
+        info = StoreInfo(batch, None, "" if device is None else str(torch.device(device)))
+        uploads = [
+            _zeros(check_key(_unravel_key_to_tuple(key)), (*batch, *shape), dtype)
+            for key, (shape, dtype) in schema.items()
+        ]
+        location = locate(prefix=prefix, td_id=td_id, **connection)
+        return cls._wrap(create(location, info, uploads), None, backend)
+
+    @classmethod
+    def from_store(
+        cls,
+        *,
+        td_id: str,
+        backend: str = "redis",
+        prefix: str = "tensordict",
+        device: Any = None,
+        tensorclass_cls: type | str | None = None,
+        cache_metadata: bool = True,
+        **connection: Any,
+    ) -> Any:
+        """Open a store that is on the server. Writes nothing there. One round trip.
+
+        Args:
+            td_id: id of the store.
+            backend: as in the constructor.
+            prefix: as in the constructor.
+            device: device of the tensors that reads return; None takes the stored one.
+            tensorclass_cls: a tensorclass to wrap the store in; None takes the stored one if its
+                class has been imported. The server's word alone never imports a module.
+            cache_metadata: as in the constructor.
+            **connection: as in ``from_tensordict``.
+
+        Raises:
+            StoreNotFound: no such store; the message says where it was looked for.
+            WrongStoreKind: the id is that of a lazy stack.
+            IncompleteStore: its writer has not finished, or died.
+        """
+        location = locate(prefix=prefix, td_id=td_id, **connection)
+        handle = Handle.open(location, cache=cache_metadata)
+        if handle.lazy:
+            handle.close()
+            raise WrongStoreKind(
+                f"{location} is a lazy stack; open it with LazyStackedTensorDictStore.from_store"
+            )
+        store = cls._wrap(handle, device, backend)
+        kind = _tensorclass(tensorclass_cls, handle.info.tensorclass)
+        return store if kind is None else kind._from_tensordict(store)
+
+    # ---- hooks
+
+    def _read_paths(self, paths: list[str], index: Any) -> TensorDictBase:
+        return read(self._handle, paths, index, self._device)
+
+    def _write_path(self, path: str, value: torch.Tensor) -> None:
+        batch = self._handle.info.batch
+        if tuple(value.shape[: len(batch)]) != batch:
+            raise EntryMismatch(
+                f"{self._handle.location}: the entry {path!r} must start with the batch size "
+                f"{list(batch)}, the value has shape {list(value.shape)}"
+            )
+        self._handle.set_entry(upload_tensor(path, value))
+
+    def _write_at(self, values: dict[str, Any], index: Any) -> None:
+        handle, where = self._handle, str(self._handle.location)
+        specs = handle.specs(values)
+        rows = select(handle.info.batch, normalise(index, len(handle.info.batch)))
+        values = {
+            path: scalar_values(value, specs[path], rows, handle.info.batch)
+            if isinstance(value, Number)
+            else value
+            for path, value in values.items()
+        }
+        handle.write_ranges(rows_writes(specs, values, rows, handle.info.batch, None, where))
+
+    def _write_index(self, values: dict[str, Any], index: Any) -> None:
+        expected = {self._full(path) for path in self._leaf_paths()}
+        check_leaves(expected, set(values), f"{self._handle.location}[{index!r}]")
+        self._write_at(values, index)
+
+    def _nested(self, path: str) -> TensorDictBase:
+        out = self._shallow()
+        out._prefix = path
+        return out
+
+    def _nested_class(self) -> type:
+        return TensorDictStore
+
+
+def _zeros(path: str, shape: tuple[int, ...], dtype: torch.dtype) -> Upload:
+    spec = LeafSpec(path, dtype, shape)
+    block = bytes(min(spec.nbytes, 1024 * 1024))
+
+    def body(start: int, stop: int) -> Body:
+        def chunks() -> Any:
+            for at in range(start, stop, max(1, len(block))):
+                yield memoryview(block)[: stop - at]
+
+        return Body(stop - start, chunks)
+
+    return Upload(spec, body)
+
+
+def _tensorclass(asked: type | str | None, stored: str) -> Any:
+    """Return the tensorclass to wrap a store in: imported classes only."""
+    if isinstance(asked, type):
+        return asked
+    name = asked or stored
+    if not name:
+        return None
+    for kind in _ACCEPTED_CLASSES:
+        if _is_tensorclass(kind) and f"{kind.__module__}.{kind.__qualname__}" == name:
+            return kind
+    module, _, attribute = name.rpartition(".")
+    kind = getattr(sys.modules.get(module), attribute, None)
+    if isinstance(kind, type) and _is_tensorclass(kind):
+        return kind
+    raise UnsupportedValue(
+        f"the store holds a tensorclass {name[:100]!r} that has not been imported; import it "
+        "first, or pass tensorclass_cls="
+    )
+
+
+def open_store(
+    *, td_id: str, prefix: str = "tensordict", device: Any = None, **connection: Any
+) -> Any:
+    """Open a store of either kind. One round trip; writes nothing.
+
+    Args:
+        td_id: id of the store.
+        prefix: namespace of its keys.
+        device: device of the tensors that reads return; None takes the stored one.
+        **connection: ``host``, ``port``, ``db``, ``unix_socket_path``, ``client`` and arguments
+            of ``redis.Redis``.
+
+    Returns:
+        A ``TensorDictStore`` or a ``LazyStackedTensorDictStore``.
+
+    Raises:
+        StoreNotFound: no such store.
+        IncompleteStore: its writer has not finished, or died.
+    """
+    from tdio.store.lazy import LazyStackedTensorDictStore
+
+    backend = connection.pop("backend", "redis")
+    cache = connection.pop("cache_metadata", True)
+    handle = Handle.open(locate(prefix=prefix, td_id=td_id, **connection), cache=cache)
+    kind = LazyStackedTensorDictStore if handle.lazy else TensorDictStore
+    return kind._wrap(handle, device, backend)
+
+
+def delete(*, td_id: str, prefix: str = "tensordict", **connection: Any) -> None:
+    """Delete a store from the server, also one whose upload was never finished.
+
+    Args:
+        td_id: id of the store.
+        prefix: namespace of its keys.
+        **connection: as in ``TensorDictStore.from_store``.
+
+    Raises:
+        StoreNotFound: no such store.
+    """
+    connection.pop("backend", None)
+    delete_store(locate(prefix=prefix, td_id=td_id, **connection))
+
+
+_register_tensor_class(TensorDictStore)
