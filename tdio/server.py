@@ -356,9 +356,7 @@ def embedded_server(
         ...     redis.Redis(**server.connection_kwargs).ping()
         True
     """
-    server = EmbeddedServer(
-        password=password, maxmemory_bytes=maxmemory_bytes, timeout_s=timeout_s
-    )
+    server = EmbeddedServer(password=password, maxmemory_bytes=maxmemory_bytes, timeout_s=timeout_s)
     server.start()
     try:
         yield server

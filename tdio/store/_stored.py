@@ -91,7 +91,7 @@ class Stored(_NoShapeOps, _NoVmap, TensorDictBase):
         return below(self._handle.paths(), self._prefix)
 
     def _skeleton(self) -> TensorDict:
-        return build({path: _SKELETON_LEAF for path in self._leaf_paths()}, ())
+        return build(dict.fromkeys(self._leaf_paths(), _SKELETON_LEAF), ())
 
     def keys(
         self,
@@ -293,8 +293,9 @@ class Stored(_NoShapeOps, _NoVmap, TensorDictBase):
 
     def _memmap_(self, *, inplace: bool, **kwargs: Any) -> Any:
         if inplace:
-            raise RuntimeError(f"a {type(self).__name__} cannot be memory-mapped in place; use "
-                               "memmap()")
+            raise RuntimeError(
+                f"a {type(self).__name__} cannot be memory-mapped in place; use memmap()"
+            )
         return self.to_tensordict()._memmap_(inplace=False, **kwargs)
 
     def _repr_parts(self) -> list[str]:

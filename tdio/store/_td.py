@@ -124,6 +124,8 @@ def _mark(
             leaf = (str(slot.dtype), list(slot.shape), slot.start, stop, pad)
             metadata["leaves"][name] = leaf
         else:
-            metadata[name] = _mark(td._get_str(name, NO_DEFAULT), slot, storage, batch, device, state)
+            metadata[name] = _mark(
+                td._get_str(name, NO_DEFAULT), slot, storage, batch, device, state
+            )
     td._consolidated = state
     return metadata

@@ -309,9 +309,7 @@ class LazyStackedTensorDictStore(Stored):
         for spec, value in resized:
             handle.learn(self._resize(spec, position, value, where))
 
-    def _resize(
-        self, spec: LeafSpec, position: int, value: torch.Tensor, where: str
-    ) -> LeafSpec:
+    def _resize(self, spec: LeafSpec, position: int, value: torch.Tensor, where: str) -> LeafSpec:
         info = self._handle.info
         data = as_bytes(value).numpy().tobytes()
 

@@ -209,11 +209,11 @@ def _broadcast(value: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         return value  # check_fit names both shapes
 
 
-def scalar_values(
-    value: Any, spec: LeafSpec, rows: Rows, batch: tuple[int, ...]
-) -> torch.Tensor:
+def scalar_values(value: Any, spec: LeafSpec, rows: Rows, batch: tuple[int, ...]) -> torch.Tensor:
     """Return a number as the tensor of the entry's dtype that it fills the rows with."""
     shape = (*rows.shape, *batch[rows.depth :], *feature(spec, batch))
-    return torch.full(shape, value, dtype=torch.float64).to(spec.dtype) if (
-        spec.dtype.itemsize == 1 and spec.dtype.is_floating_point
-    ) else torch.full(shape, value, dtype=spec.dtype)
+    return (
+        torch.full(shape, value, dtype=torch.float64).to(spec.dtype)
+        if (spec.dtype.itemsize == 1 and spec.dtype.is_floating_point)
+        else torch.full(shape, value, dtype=spec.dtype)
+    )

@@ -130,4 +130,3 @@ class Address:
         if context.get_spawning_popen() is None:
             state["options"] = {k: v for k, v in self.options.items() if k not in _SECRETS}
         return state
-

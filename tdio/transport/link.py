@@ -183,7 +183,7 @@ class Link:
         if isinstance(reply, hiredis.ReplyError):
             raise error_of(str(reply), what)
         size = len(reply) if isinstance(reply, bytes) else -1
-        if not size:
+        if not size and not self._exists(frame.read.key):
             raise EntryNotFound(
                 f"{what}: the server no longer holds its bytes (key {frame.read.key}): it was "
                 "deleted, evicted, or the server restarted empty"
@@ -192,3 +192,11 @@ class Link:
             f"{what}: {frame.size} bytes were asked for and {size} came: its data (key "
             f"{frame.read.key}) is shorter than its metadata says, or was replaced meanwhile"
         )
+
+    def _exists(self, key: str) -> bool:
+        """Ask on a connection of its own: this one still has replies under way."""
+        link = Link(self.address)
+        try:
+            return bool(link.exchange(Commands([("EXISTS", key)]))[0])
+        finally:
+            link.close()

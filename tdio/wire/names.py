@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
-
 @dataclass(frozen=True)
 class Names:
     """Builds server keys: ``<prefix>:{<td_id>}:<suffix>``. The braces are a cluster hash tag."""
@@ -40,12 +39,12 @@ class Names:
 
     @property
     def commit(self) -> str:
-        """tdio's hash: format version, and whether the writer has finished."""
+        """Tdio's hash: format version, and whether the writer has finished."""
         return self.key("__tdio_commit__")
 
     @property
     def planned(self) -> str:
-        """tdio's set of the paths that an upload under way will register."""
+        """Tdio's set of the paths that an upload under way will register."""
         return self.key("__tdio_planned__")
 
 
@@ -62,4 +61,3 @@ GLOBAL_SUFFIXES = (
     "__tdio_commit__",
     "__tdio_planned__",
 )
-

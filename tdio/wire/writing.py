@@ -120,13 +120,7 @@ def register(
     """Make entries visible, in one transaction; with ``globals_of`` also the store itself."""
     items: list[tuple[Arg, ...]] = []
     for spec in specs:
-        # DEL first: no field of a former entry of another kind may stay.
-        items.append(("DEL", names.meta(spec.path), names.offsets(spec.path)))
-        if spec.offsets is not None:
-            table = spec.offsets.astype("<i8").tobytes()
-            items.append(("SET", names.offsets(spec.path), memoryview(table)))
-        fields: list[Arg] = [part for pair in encode(spec, lazy=lazy).items() for part in pair]
-        items.append(("HSET", names.meta(spec.path), *fields))
+        items += _meta_items(names, spec, lazy=lazy)
     if specs:
         items.append(("SADD", names.registry, *(spec.path for spec in specs)))
     if globals_of is not None:
@@ -152,28 +146,29 @@ def _global_keys(info: StoreInfo) -> dict[str, str]:
     }
 
 
+def _meta_items(names: Names, spec: LeafSpec, *, lazy: bool) -> list[tuple[Arg, ...]]:
+    """Replace the metadata and the offset table of an entry.
+
+    DEL first: no field of a former entry of another kind may stay.
+    """
+    items: list[tuple[Arg, ...]] = [("DEL", names.meta(spec.path), names.offsets(spec.path))]
+    if spec.offsets is not None:
+        table = spec.offsets.astype("<i8").tobytes()
+        items.append(("SET", names.offsets(spec.path), memoryview(table)))
+    fields: list[Arg] = [part for pair in encode(spec, lazy=lazy).items() for part in pair]
+    return [*items, ("HSET", names.meta(spec.path), *fields)]
+
+
 def set_entry(names: Names, upload: Upload, *, lazy: bool) -> Operation[None]:
     """Write or replace one whole entry: data, metadata and registration in one transaction."""
     spec = upload.spec
-    fields: list[Arg] = [part for pair in encode(spec, lazy=lazy).items() for part in pair]
+    data: list[tuple[Arg, ...]] = []
     if spec.nbytes > STREAM_BYTES:
         yield from put_data(names, upload)
-    data: list[tuple[Arg, ...]] = []
-    if spec.nbytes <= STREAM_BYTES:
+    else:
         data.append(("SET", names.data(spec.path), upload.body(0, spec.nbytes)))
-    if spec.offsets is not None:
-        data.append(
-            ("SET", names.offsets(spec.path), memoryview(spec.offsets.astype("<i8").tobytes()))
-        )
-    yield Commands(
-        [
-            ("DEL", names.meta(spec.path), names.offsets(spec.path)),
-            *data,
-            ("HSET", names.meta(spec.path), *fields),
-            ("SADD", names.registry, spec.path),
-        ],
-        atomic=True,
-    )
+    meta = _meta_items(names, spec, lazy=lazy)
+    yield Commands([*data, *meta, ("SADD", names.registry, spec.path)], atomic=True)
 
 
 @dataclass(frozen=True)
@@ -188,12 +183,11 @@ class RangeWrite:
 def write_ranges(names: Names, writes: Sequence[RangeWrite], where: str) -> Operation[None]:
     """Write byte ranges of existing entries, all of them in one transaction.
 
-    The data keys are watched, so that an entry that was deleted or lost meanwhile is not brought
-    back as zeros.
+    The lengths are looked at first, so that an entry that was deleted or lost is not brought back
+    as zeros around the written rows.
 
     Raises:
-        EntryNotFound: the server no longer holds an entry.
-        ServerTimeout: other writers kept replacing the entries.
+        EntryNotFound: the server no longer holds an entry whole.
     """
     keys = [names.data(write.spec.path) for write in writes if len(write.payload)]
     if not keys:
@@ -201,9 +195,9 @@ def write_ranges(names: Names, writes: Sequence[RangeWrite], where: str) -> Oper
     items: list[tuple[Arg, ...]] = []
     for write in writes:
         view = memoryview(write.payload.numpy())
-        ends = np.cumsum(write.ranges.sizes).tolist()
-        begins = [0, *ends[:-1]]
-        rows = zip(write.ranges.starts.tolist(), begins, ends, strict=True)
+        ends = np.cumsum(write.ranges.sizes)
+        begins = (ends - write.ranges.sizes).tolist()
+        rows = zip(write.ranges.starts.tolist(), begins, ends.tolist(), strict=True)
         key = names.data(write.spec.path)
         items += [("SETRANGE", key, start, view[begin:end]) for start, begin, end in rows]
     lengths: list[tuple[Arg, ...]] = [("STRLEN", key) for key in keys]
@@ -252,11 +246,8 @@ def patch_ragged(
                 f"{now.nbytes}"
             )
         new, payload = patch(now, blob)
-        items: list[tuple[Arg, ...]] = [("SET", data, memoryview(payload)), ("DEL", meta, table)]
-        if new.offsets is not None:
-            items.append(("SET", table, memoryview(new.offsets.astype("<i8").tobytes())))
-        pairs: list[Arg] = [part for pair in encode(new, lazy=True).items() for part in pair]
-        done = yield Commands([*items, ("HSET", meta, *pairs)], atomic=True)
+        changed = _meta_items(names, new, lazy=True)
+        done = yield Commands([("SET", data, memoryview(payload)), *changed], atomic=True)
         if done is not None:
             return new
     raise ServerTimeout(f"{where}: other writers came between {_ATTEMPTS} times")

@@ -1,0 +1,135 @@
+"""StoreDataset in real DataLoaders with real workers."""
+
+import gc
+import os
+
+import pytest
+import torch
+from tensordict import TensorDict, lazy_stack
+from torch.utils.data import DataLoader
+
+from tdio import StoreDataset, TensorDictStore, errors, tensordict_collate
+
+N = 200
+
+
+@pytest.fixture
+def dataset(conn):
+    local = TensorDict(
+        x=torch.arange(N * 3).view(N, 3),
+        deep=TensorDict(y=torch.arange(N), batch_size=[N]),
+        batch_size=[N],
+    )
+    store = TensorDictStore.from_tensordict(local, **conn)
+    yield StoreDataset(td_id=store.td_id, **conn)
+    store.clear_redis()
+
+
+@pytest.fixture
+def ragged(conn):
+    stack = lazy_stack([TensorDict(x=torch.full((i % 5,), i), y=torch.tensor(i)) for i in range(N)])
+    store = TensorDictStore.from_tensordict(stack, **conn)
+    yield StoreDataset(td_id=store.td_id, **conn)
+    store.clear_redis()
+
+
+def test_samples(dataset):
+    assert len(dataset) == N
+    assert dataset[3]["x"].tolist() == [9, 10, 11]
+    assert dataset[-1]["deep", "y"] == N - 1
+    assert dataset[2:5]["deep", "y"].tolist() == [2, 3, 4]
+    batch = dataset.__getitems__([7, 7, 0])
+    assert batch["deep", "y"].tolist() == [7, 7, 0]
+    assert batch.is_consolidated()
+    for bad in (N, -N - 1):
+        with pytest.raises(errors.IndexOutOfRange):
+            dataset[bad]
+    with pytest.raises(errors.IndexOutOfRange):
+        dataset.__getitems__([0, N])
+    for bad in (1.5, "x"):
+        with pytest.raises(IndexError):
+            dataset[bad]
+    assert not hasattr(dataset, "state_dict")
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("workers", [0, 2, 4])
+@pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
+def test_loaders_deliver_each_row_once(dataset, context, workers, persistent):
+    if not workers and (persistent or context != "fork"):
+        pytest.skip("no workers: start methods and persistence do not apply")
+    dataset[0]  # the parent has used its connection
+    loader = DataLoader(
+        dataset, batch_size=32, shuffle=True, num_workers=workers, timeout=60 if workers else 0,
+        multiprocessing_context=context if workers else None,
+        persistent_workers=persistent, collate_fn=dataset.collate_fn,
+    )  # fmt: skip
+    for batch in loader:
+        assert batch.is_consolidated()
+        break
+    for _ in range(2 if persistent else 1):
+        seen = torch.cat([batch["deep", "y"] for batch in loader])
+        assert sorted(seen.tolist()) == list(range(N))
+
+
+def test_the_default_collate_works_too(dataset):
+    seen = [batch["deep", "y"] for batch in DataLoader(dataset, batch_size=64)]
+    assert torch.equal(torch.cat(seen), torch.arange(N))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_ragged_batches(ragged, workers):
+    loader = DataLoader(
+        ragged, batch_size=16, shuffle=True, num_workers=workers, collate_fn=ragged.collate_fn
+    )
+    seen = []
+    for batch in loader:
+        for element in batch.unbind(0):
+            i = int(element["y"])
+            assert element["x"].tolist() == [i] * (i % 5)
+            seen.append(i)
+    assert sorted(seen) == list(range(N))
+
+
+def test_keys_and_transform(dataset, conn):
+    one = StoreDataset(td_id=dataset.td_id, keys=[("deep", "y")], **conn)
+    assert set(one[0].keys(True, True)) == {("deep", "y")}
+    assert set(StoreDataset(td_id=dataset.td_id, keys=["deep"], **conn)[0].keys()) == {"deep"}
+    with pytest.raises(errors.EntryNotFound, match="'z'"):
+        StoreDataset(td_id=dataset.td_id, keys=["z"], **conn)
+    double = StoreDataset(td_id=dataset.td_id, transform=lambda td: td * 2, device="cpu", **conn)
+    assert double[4]["deep", "y"] == 8
+    assert double[4].device == torch.device("cpu")
+
+
+def test_construction(dataset, conn):
+    with pytest.raises(TypeError):
+        StoreDataset(**conn)
+    with pytest.raises(errors.StoreNotFound):
+        StoreDataset(td_id="nope", **conn)
+    flat = TensorDictStore.from_tensordict(TensorDict(a=torch.zeros(3)), **conn)
+    with pytest.raises(errors.InvalidIndex):
+        StoreDataset(flat)
+
+
+def test_handles_leak_no_descriptors(dataset, conn):
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        again = StoreDataset(td_id=dataset.td_id, **conn)
+        again[0]
+        again.close()
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= before + 1
+
+
+def test_collate():
+    samples = [TensorDict(x=torch.full((2,), i)) for i in range(3)]
+    batch = tensordict_collate(samples)
+    assert batch["x"].tolist() == [[0, 0], [1, 1], [2, 2]]
+    assert batch.is_consolidated()
+    assert tensordict_collate(batch) is batch
+    mixed = tensordict_collate([TensorDict(x=torch.zeros(1)), TensorDict(x=torch.zeros(2))])
+    assert [t["x"].shape for t in mixed.tensordicts] == [(1,), (2,)]
+    with pytest.raises(TypeError):
+        tensordict_collate([1])

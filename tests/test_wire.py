@@ -1,0 +1,88 @@
+import numpy as np
+import pytest
+
+from tdio.layout.plan import Ranges
+from tdio.wire.ranges import DIRECT_BYTES, RangeReceiver, UnexpectedFrameError, encode_reads
+from tdio.wire.requests import RangeRead
+
+
+def reads_of(*sizes_of_each):
+    reads = []
+    for sizes in sizes_of_each:
+        sizes = np.array(sizes, np.int64)
+        starts = np.arange(len(sizes), dtype=np.int64) * 7
+        into = np.zeros(int(sizes.sum()), np.uint8)
+        reads.append(RangeRead("k", Ranges(starts, sizes, None, 1), into, "entry 'k'"))
+    return reads
+
+
+def stream_of(reads, seed=0):
+    rng = np.random.default_rng(seed)
+    stream, payloads = b"", []
+    for read in reads:
+        payload = b""
+        for size in read.ranges.sizes:
+            part = rng.integers(0, 256, size).astype(np.uint8).tobytes()
+            stream += b"$%d\r\n" % size + part + b"\r\n"
+            payload += part
+        payloads.append(payload)
+    return stream, payloads
+
+
+def feed(receiver, stream, step):
+    at = 0
+    while not receiver.done:
+        want = receiver.want()
+        n = min(len(want), step, len(stream) - at)
+        assert n, "the receiver wants more than was sent"
+        want[:n] = stream[at : at + n]
+        receiver.got(n)
+        at += n
+    return at
+
+
+CASES = {
+    "equal": [[10] * 50],
+    "several leaves": [[256] * 9, [1] * 9, [32] * 9],
+    "ragged": [[1, 99, 1000, 5, 5, 12345]],
+    "large": [[DIRECT_BYTES + 1] * 3, [8]],
+    "larger than the scratch": [[400_000, 3]],
+    "nothing": [[]],
+}
+
+
+@pytest.mark.parametrize("step", [10**9, 4096, 1])
+@pytest.mark.parametrize("name", CASES)
+def test_replies_are_stripped_whole_and_in_pieces(name, step):
+    if step == 1 and "large" in name:
+        step = 997
+    reads = reads_of(*CASES[name])
+    stream, payloads = stream_of(reads)
+    used = feed(RangeReceiver(reads), stream, step)
+    assert used == len(stream)
+    assert [read.into.tobytes() for read in reads] == payloads
+
+
+@pytest.mark.parametrize("step", [10**9, 1])
+@pytest.mark.parametrize(
+    "frame",
+    [b"-ERR no\r\n", b"$9\r\n123456789\r\n", b"$0\r\n\r\n", b"$-1\r\n", b"$10\r\n0123456789xx"],
+)
+@pytest.mark.parametrize("at", [0, 3])
+def test_an_unexpected_frame_is_left_for_the_parser(frame, at, step):
+    reads = reads_of([10] * 5)
+    stream = b"$10\r\n0123456789\r\n" * at + frame + b"$10\r\n0123456789\r\n" * 4
+    with pytest.raises(UnexpectedFrameError) as caught:
+        feed(RangeReceiver(reads), stream, step)
+    assert frame.startswith(caught.value.rest) or caught.value.rest.startswith(frame)
+    assert caught.value.size == 10
+
+
+def test_the_commands_ask_for_the_ranges():
+    reads = reads_of([3, 4])
+    ((text, size),) = list(encode_reads(reads))
+    assert size == 7
+    assert text == (
+        b"*4\r\n$8\r\nGETRANGE\r\n$1\r\nk\r\n$1\r\n0\r\n$1\r\n2\r\n"
+        b"*4\r\n$8\r\nGETRANGE\r\n$1\r\nk\r\n$1\r\n7\r\n$2\r\n10\r\n"
+    )
