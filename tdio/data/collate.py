@@ -25,7 +25,8 @@ def tensordict_collate(batch: Any) -> Any:
         >>> import torch
         >>> from tensordict import TensorDict
         >>> from tdio import tensordict_collate
-        >>> tensordict_collate([TensorDict(x=torch.zeros(2)), TensorDict(x=torch.ones(2))])["x"].shape
+        >>> samples = [TensorDict(x=torch.zeros(2)), TensorDict(x=torch.ones(2))]
+        >>> tensordict_collate(samples)["x"].shape
         torch.Size([2, 2])
     """
     if isinstance(batch, TensorDictBase):

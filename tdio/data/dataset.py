@@ -57,7 +57,7 @@ class StoreDataset(Dataset[Any]):
 
     def __init__(
         self,
-        store: TensorDictStore | LazyStackedTensorDictStore | None = None,
+        store: Any = None,
         *,
         td_id: str | None = None,
         keys: Sequence[str | tuple[str, ...]] | None = None,
@@ -72,6 +72,7 @@ class StoreDataset(Dataset[Any]):
             store = open_store(td_id=td_id, **connection)
         elif connection:
             raise TypeError(f"{sorted(connection)} come with td_id=, not with an open store")
+        # A tensorclass wraps its store.
         store = getattr(store, "_tensordict", store)
         if not isinstance(store, (TensorDictStore, LazyStackedTensorDictStore)):
             raise TypeError(f"{type(store).__name__} is not a store of tdio")

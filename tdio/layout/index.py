@@ -120,7 +120,7 @@ def _select_many(shape: tuple[int, ...], items: tuple[Any, ...]) -> Rows:
             raise InvalidIndex(f"index {_show(items)} on dims {list(dims)}: {error}") from error
         stride *= dims[dim]
     if not depth:
-        flat = torch.zeros(1, dtype=torch.int64)[(0, *items)]
+        flat = torch.zeros(1, dtype=torch.int64).select(0, 0)[items]
     return Rows(flat.reshape(-1).numpy(), tuple(flat.shape), depth)
 
 
@@ -176,7 +176,11 @@ def _item(item: Any) -> Any:
         return torch.arange(item.start, item.stop, item.step)
     if isinstance(item, (list, np.ndarray)):
         try:
-            item = torch.as_tensor(np.asarray(item)) if len(item) else torch.zeros(0, dtype=int)
+            item = (
+                torch.as_tensor(np.asarray(item))
+                if len(item)
+                else torch.zeros(0, dtype=torch.int64)
+            )
         except (TypeError, ValueError) as error:
             raise InvalidIndex(f"{_show(item)} is not a list of whole numbers") from error
     if isinstance(item, torch.Tensor):

@@ -83,7 +83,7 @@ class Stored(_NoShapeOps, _NoVmap, TensorDictBase):
         return self._handle.names.td_id
 
     def _full(self, key: NestedKey) -> str:
-        path = path_of(key)
+        path = path_of(key)  # type: ignore[arg-type]
         return f"{self._prefix}.{path}" if self._prefix else path
 
     def _leaf_paths(self) -> list[str]:
@@ -178,7 +178,7 @@ class Stored(_NoShapeOps, _NoVmap, TensorDictBase):
         return (self[i] for i in range(self.batch_size[0]))
 
     def _to_tensordict(self, *, retain_none: bool | None) -> TensorDictBase:
-        return self._index_tensordict(())  # type: ignore[no-any-return]
+        return self._index_tensordict(())
 
     def _clone(self, recurse: bool = True) -> TensorDictBase:
         if recurse:

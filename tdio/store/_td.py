@@ -22,7 +22,6 @@ from tensordict.tensorclass import NonTensorData, NonTensorStack
 from tensordict.utils import (
     _LOCK_ERROR,
     _STR_DTYPE_TO_DTYPE,
-    _getitem_batch_size,
     _is_tensorclass,
     _unravel_key_to_tuple,
     is_non_tensor,
@@ -44,7 +43,6 @@ __all__ = [
     "TensorDictBase",
     "_NoShapeOps",
     "_NoVmap",
-    "_getitem_batch_size",
     "_is_tensorclass",
     "_register_tensor_class",
     "_unravel_key_to_tuple",
@@ -67,7 +65,7 @@ def build(
 
 
 def _build(tree: dict[str, Any], batch: torch.Size, device: torch.device | None) -> TensorDict:
-    source = {
+    source: dict[Any, Any] = {
         name: _build(value, batch, device) if type(value) is dict else value
         for name, value in tree.items()
     }

@@ -28,6 +28,7 @@ from tdio.store.writer import (
     check_fit,
     check_leaves,
     leaves_of,
+    number_as,
     progress_bar,
     rows_writes,
     scalar_values,
@@ -286,7 +287,7 @@ class LazyStackedTensorDictStore(Stored):
         for path, value in values.items():
             shape = element_shape(specs[path], info, position)
             if isinstance(value, Number):
-                value = torch.full(shape, value, dtype=torch.float64).to(specs[path].dtype)
+                value = number_as(value, specs[path].dtype, shape)
             check_fit(path, value, specs[path].dtype, (*info.inner, *value.shape[inner:]), where)
             tensors[path] = value
         in_place, resized = [], []

@@ -362,9 +362,9 @@ def _tensorclass(asked: type | str | None, stored: str) -> Any:
     name = asked or stored
     if not name:
         return None
-    for kind in _ACCEPTED_CLASSES:
-        if _is_tensorclass(kind) and f"{kind.__module__}.{kind.__qualname__}" == name:
-            return kind
+    for known in _ACCEPTED_CLASSES:
+        if _is_tensorclass(known) and f"{known.__module__}.{known.__qualname__}" == name:
+            return known
     module, _, attribute = name.rpartition(".")
     kind = getattr(sys.modules.get(module), attribute, None)
     if isinstance(kind, type) and _is_tensorclass(kind):

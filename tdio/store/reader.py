@@ -64,7 +64,8 @@ def read_elements(
     info, count = handle.info, len(positions)
     assert info.stack is not None
     specs = list(handle.specs(paths).values())
-    plans, leaves = [], []
+    plans: list[Ranges] = []
+    leaves: list[tuple[torch.dtype, tuple[int, ...]]] = []
     for spec in specs:
         if spec.shapes is not None and spec.offsets is not None:
             plans.append(plan_elements(positions, spec.offsets))
@@ -211,6 +212,7 @@ def _fetch(
     if reads:
         yield Fetch(reads)
     for scratch, plan, into in gathers:
+        assert plan.rows is not None
         table = scratch.reshape(-1, plan.row_bytes)
         np.take(table, plan.rows, axis=0, out=into.reshape(-1, plan.row_bytes))
 

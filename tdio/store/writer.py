@@ -68,7 +68,7 @@ def upload_tensor(path: str, tensor: torch.Tensor, progress: Progress = _no_prog
     def body(start: int, stop: int) -> Body:
         def chunks() -> Iterator[Buffer]:
             if tensor.is_contiguous() and tensor.device.type == "cpu":
-                yield from _report(memoryview(as_bytes(tensor)[start:stop].numpy()), progress)
+                yield from _report(as_bytes(tensor)[start:stop].numpy().data, progress)
                 return
             # A strided or device tensor is copied a chunk at a time. Rows of a large first dim
             # are the unit; a 0-d or one-row tensor is one chunk.
@@ -81,7 +81,7 @@ def upload_tensor(path: str, tensor: torch.Tensor, progress: Progress = _no_prog
                 data = as_bytes(rows[first : first + per_chunk])
                 lo, hi = max(start - at, 0), min(stop - at, len(data))
                 if lo < hi:
-                    yield from _report(memoryview(data[lo:hi].numpy()), progress)
+                    yield from _report(data[lo:hi].numpy().data, progress)
                 at += len(data)
 
         return Body(stop - start, chunks)
@@ -133,7 +133,7 @@ def upload_elements(
                 if lo < hi:
                     data = _join(elements[first:last])
                     base = int(offsets[first])
-                    yield from _report(memoryview(data[lo - base : hi - base].numpy()), progress)
+                    yield from _report(data[lo - base : hi - base].numpy().data, progress)
                 first = last
 
         return Body(stop - start, chunks)
@@ -212,8 +212,11 @@ def _broadcast(value: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 def scalar_values(value: Any, spec: LeafSpec, rows: Rows, batch: tuple[int, ...]) -> torch.Tensor:
     """Return a number as the tensor of the entry's dtype that it fills the rows with."""
     shape = (*rows.shape, *batch[rows.depth :], *feature(spec, batch))
-    return (
-        torch.full(shape, value, dtype=torch.float64).to(spec.dtype)
-        if (spec.dtype.itemsize == 1 and spec.dtype.is_floating_point)
-        else torch.full(shape, value, dtype=spec.dtype)
-    )
+    return number_as(value, spec.dtype, shape)
+
+
+def number_as(value: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a tensor of ``shape`` filled with a number; float8 has no fill of its own."""
+    if dtype.is_floating_point and dtype.itemsize == 1:
+        return torch.full(shape, value, dtype=torch.float32).to(dtype)
+    return torch.full(shape, value, dtype=dtype)

@@ -103,7 +103,7 @@ class Address:
             kwargs["unix_socket_path"] = self.unix_socket_path
         else:
             kwargs |= {"host": self.host, "port": self.port}
-        connection = redis.Redis(**kwargs).connection_pool.make_connection()
+        connection: Any = redis.Redis(**kwargs).connection_pool.make_connection()
         try:
             connection.connect()
         except (redis.AuthenticationError, redis.exceptions.NoPermissionError) as error:

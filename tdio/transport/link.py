@@ -143,7 +143,7 @@ class Link:
     def _reply(self) -> Any:
         reply = self._reader.gets()
         while reply is False:
-            n = self._socket.recv_into(self._scratch)
+            n = self._socket.recv_into(self._scratch.data)
             if not n:
                 raise ServerUnavailable(f"{self.address} closed the connection")
             self._reader.feed(self._scratch[:n].tobytes())

@@ -1,9 +1,9 @@
-"""Range reads on the wire: encode many ``GETRANGE``, strip the framing of many replies.
+r"""Range reads on the wire: encode many ``GETRANGE``, strip the framing of many replies.
 
 The sizes of all replies are known before they arrive, so the reply stream is
-``$<size>\\r\\n<payload>\\r\\n`` with computable headers. Equal sizes are checked and stripped as one
-strided copy; a large payload is received straight into its place. Any other frame (an error, a
-short reply) is left for the ordinary parser.
+``$<size>\r\n<payload>\r\n`` with computable headers. Equal sizes are checked and stripped as
+one strided copy; a large payload is received straight into its place. Any other frame (an error,
+a short reply) is left for the ordinary parser.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class RangeReceiver:
     def __init__(self, reads: Sequence[RangeRead], scratch: Bytes | None = None):
         self.received_bytes = 0
         self._scratch = np.empty(SCRATCH_BYTES, np.uint8) if scratch is None else scratch
-        self._view = memoryview(self._scratch)
+        self._view = self._scratch.data
         self._fill = 0
         self._pos = 0
         self._direct: memoryview | None = None
@@ -168,7 +168,7 @@ class RangeReceiver:
         # Into its place goes what is large, and what the scratch buffer could not hold whole.
         if rest >= head and (group.size > DIRECT_BYTES or frame > len(self._scratch)):
             arrived = min(rest - head, group.size)
-            target = memoryview(group.into)[: group.size]
+            target = group.into[: group.size].data
             target[:arrived] = self._view[self._pos + head : self._pos + head + arrived]
             self._pos += head + arrived
             self.received_bytes += arrived

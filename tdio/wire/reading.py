@@ -64,7 +64,13 @@ def find(names: Names, where: str) -> Operation[StoreInfo]:
         IncompleteStore: an upload that has not finished.
         CorruptEntry: global keys that contradict each other.
     """
-    suffixes = ("__batch_size__", "__device__", "__tensorclass__", "__type__", "__count__")
+    suffixes: tuple[str, ...] = (
+        "__batch_size__",
+        "__device__",
+        "__tensorclass__",
+        "__type__",
+        "__count__",
+    )
     suffixes += ("__stack_dim__", "__inner_batch_size__")
     items: list[tuple[Arg, ...]] = [("GET", names.key(suffix)) for suffix in suffixes]
     items += [("HGETALL", names.commit), ("SMEMBERS", names.registry)]

@@ -194,7 +194,7 @@ def write_ranges(names: Names, writes: Sequence[RangeWrite], where: str) -> Oper
         return
     items: list[tuple[Arg, ...]] = []
     for write in writes:
-        view = memoryview(write.payload.numpy())
+        view = write.payload.numpy().data
         ends = np.cumsum(write.ranges.sizes)
         begins = (ends - write.ranges.sizes).tolist()
         rows = zip(write.ranges.starts.tolist(), begins, ends.tolist(), strict=True)
