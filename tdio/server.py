@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import redis
 from redis.backoff import NoBackoff
@@ -35,10 +35,10 @@ _PORT_TRIES = 5
 _LOG_TAIL_BYTES = 2000
 _MAX_SOCKET_PATH = 100  # sun_path holds 108 bytes on Linux and 104 on macOS.
 
-# Arguments: the folder, the pid to outlive not, the server's command. Standard input is the
-# pipe to that process, standard output tells it the server's pid, then closes with the server.
-# The parent's pid is polled as well because a forked DataLoader worker holds a copy of the
-# pipe's end and may live on for a while. PDEATHSIG covers the watchdog's own death; it is
+# Arguments: the folder, the pid that it must not outlive, the server's command. Standard input
+# is the pipe to that process; standard output tells it the server's pid, then closes with the
+# server. The parent's pid is polled as well because a forked DataLoader worker holds a copy of
+# the pipe's end and may live on for a while. PDEATHSIG covers the watchdog's own death; it is
 # reliable here because this process has one thread (it follows the thread that forked).
 _WATCHDOG = """
 import ctypes, os, select, shutil, signal, subprocess, sys
@@ -103,9 +103,9 @@ def _make_folder() -> Path:
     return folder
 
 
-def _quoted(text: str) -> str:
-    r"""Returns `text` as a configuration string, every byte as ``\xHH``: nothing can escape."""
-    return '"' + "".join(f"\\x{byte:02x}" for byte in os.fsencode(text)) + '"'
+def _quoted(value: bytes) -> str:
+    r"""Returns `value` as a configuration string, every byte as ``\xHH``: nothing can escape."""
+    return '"' + "".join(f"\\x{byte:02x}" for byte in value) + '"'
 
 
 def _shut_down(watchdog: subprocess.Popen[bytes], folder: Path, owner: int) -> None:
@@ -187,7 +187,10 @@ class EmbeddedServer:
         binary = _find_binary()
         deadline = time.monotonic() + self._timeout_s
         for tries_left in reversed(range(_PORT_TRIES)):
-            failure, log = self._try_start(binary, deadline)
+            try:
+                failure, log = self._try_start(binary, deadline)
+            except OSError as error:  # No room for the folder, no more processes.
+                raise EmbeddedServerError(f"{binary} could not be started: {error}") from error
             if failure is None:
                 return
             # Another process may take the port between our probe and the server's bind.
@@ -197,8 +200,7 @@ class EmbeddedServer:
     def stop(self) -> None:
         """Ends the server and deletes its folder; does nothing if it is not this process's."""
         if self._finalizer is not None:
-            if self._watchdog is not None and self._finalizer.alive:
-                self._finalizer()
+            self._finalizer()
             self._finalizer = self._watchdog = None
 
     @property
@@ -254,9 +256,9 @@ class EmbeddedServer:
         lines = [
             f"bind {_HOST}",
             f"port {self._port}",
-            f"unixsocket {_quoted(str(self._folder / 's.sock'))}",
+            f"unixsocket {_quoted(os.fsencode(self._folder / 's.sock'))}",
             "unixsocketperm 700",
-            f"dir {_quoted(str(self._folder))}",
+            f"dir {_quoted(os.fsencode(self._folder))}",
             'save ""',
             "appendonly no",
             "daemonize no",
@@ -265,7 +267,7 @@ class EmbeddedServer:
             "client-query-buffer-limit 5gb",
         ]
         if self._password is not None:
-            lines.append(f"requirepass {_quoted(self._password)}")
+            lines.append(f"requirepass {_quoted(self._password.encode())}")
         if self._maxmemory_bytes is not None:
             lines.append(f"maxmemory {self._maxmemory_bytes}")
         return "\n".join(lines) + "\n"
@@ -273,38 +275,38 @@ class EmbeddedServer:
     def _try_start(self, binary: str, deadline: float) -> tuple[str | None, str]:
         """Tries one port; returns what went wrong (None: it answers) and the end of the log."""
         self._folder, self._port = _make_folder(), _free_port()
-        # A file, not arguments: `ps` shows arguments, and so the password, to everyone.
-        (self._folder / "server.conf").write_text(self._configuration(), encoding="ascii")
+        try:
+            # A file, not arguments: `ps` shows arguments, and so the password, to everyone.
+            (self._folder / "server.conf").write_text(self._configuration(), encoding="ascii")
+            # "a+b": appending, so that our reading does not move the server's writing.
+            with open(self._folder / "server.log", "a+b", buffering=0) as log:
+                self._watchdog = self._start_watchdog(binary, log)
+                self._finalizer = weakref.finalize(
+                    self, _shut_down, self._watchdog, self._folder, os.getpid()
+                )
+                failure = self._wait_until_ready(deadline)
+                if failure is not None:
+                    self.stop()
+                size = log.seek(0, os.SEEK_END)
+                log.seek(max(0, size - _LOG_TAIL_BYTES))
+                return failure, log.read().decode(errors="replace").strip()
+        except BaseException:
+            self.stop()
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
+
+    def _start_watchdog(self, binary: str, log: IO[bytes]) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-I", "-S", "-c", _WATCHDOG, str(self._folder)]
         command += [str(os.getpid()), binary, str(self._folder / "server.conf")]
-        # "a+b": appending, so that our reading does not move the server's writing.
-        with open(self._folder / "server.log", "a+b", buffering=0) as log:
-            try:
-                self._watchdog = subprocess.Popen(
-                    command,
-                    bufsize=0,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=log,
-                    cwd="/",
-                    start_new_session=True,  # Ctrl-C is for this process, not for the server.
-                )
-            except OSError as error:
-                shutil.rmtree(self._folder, ignore_errors=True)
-                return f"could not be started with {sys.executable!r}: {error}", ""
-            self._finalizer = weakref.finalize(
-                self, _shut_down, self._watchdog, self._folder, os.getpid()
-            )
-            try:
-                failure = self._wait_until_ready(deadline)
-            except BaseException:
-                self.stop()
-                raise
-            if failure is not None:
-                self.stop()
-            size = log.seek(0, os.SEEK_END)
-            log.seek(max(0, size - _LOG_TAIL_BYTES))
-            return failure, log.read().decode(errors="replace").strip()
+        return subprocess.Popen(
+            command,
+            bufsize=0,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            cwd="/",
+            start_new_session=True,  # Ctrl-C is for this process, not for the server.
+        )
 
     def _wait_until_ready(self, deadline: float) -> str | None:
         assert self._watchdog is not None

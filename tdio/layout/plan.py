@@ -1,18 +1,21 @@
 """Rows to byte ranges: which ranges of a server string land where in the buffer.
 
-Two ways to read the rows of an entry, chosen by counting bytes (numbers in ``docs/stores.md``):
+Two ways to read the rows of an entry, chosen by counting (numbers in ``docs/stores.md``):
 
 - *direct*: one range for each run of rows that follow each other in the order of the request,
   received straight into its place;
-- *gathered*: distinct rows in ascending order, near neighbours merged into longer ranges,
-  received into a scratch buffer and picked out of it. A gap is merged where reading through it
-  moves fewer bytes than another command would, or where the whole read moves at most twice the
-  bytes that it returns: 8,192 of 10,000 rows are then a few long ranges.
+- *gathered*: distinct rows in ascending order, received into a scratch buffer and picked out of
+  it. Near neighbours are merged where that halves the number of ranges: 8,192 of 10,000 rows are
+  then a few long ranges. A gap is read through where it moves fewer bytes than another command
+  would, or where the whole read moves at most twice the bytes that it returns. Small rows are
+  gathered also without merging: ascending offsets have long runs of one width, whose commands
+  are encoded in bulk.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -24,6 +27,9 @@ COMMAND_BYTES = 128
 MAX_GAP_BYTES = 16 * 1024
 #: A range longer than this is asked for in pieces, so that the server's reply buffer is bounded.
 PIECE_BYTES = 4 * 1024 * 1024
+#: Rows up to this size are read in ascending order and put in their places by one more copy.
+SORTED_ROW_BYTES = 1024
+_FEW = 32
 
 
 @dataclass(frozen=True)
@@ -52,19 +58,52 @@ class Ranges:
 _NONE = np.zeros(0, np.int64)
 
 
-def plan_rows(positions: Int64Array, row_bytes: int, *, gather: bool = True) -> Ranges:
-    """Return the ranges that bring rows ``positions`` (int64 ``[n]``) of ``row_bytes`` each.
+class Selection:
+    """Row numbers, int64 ``[n]``, with what several leaves of one batch need to know of them."""
+
+    def __init__(self, positions: Int64Array):
+        self.positions = positions
+
+    @cached_property
+    def runs(self) -> tuple[Int64Array, Int64Array]:
+        """First row and length of each run of consecutive positions, in order."""
+        rows = self.positions
+        starts = np.flatnonzero(np.diff(rows, prepend=rows[0] - 2) != 1)
+        return rows[starts], np.diff(np.append(starts, len(rows)))
+
+    @cached_property
+    def distinct(self) -> tuple[Int64Array, Int64Array]:
+        """Distinct rows in ascending order, and for each position its place among them."""
+        rows, places = np.unique(self.positions, return_inverse=True)
+        return rows, places.reshape(-1)
+
+    @cached_property
+    def gaps(self) -> Int64Array:
+        """Rows between neighbouring distinct rows."""
+        rows: Int64Array = np.diff(self.distinct[0])
+        return rows - 1
+
+
+def plan_rows(selection: Selection | Int64Array, row_bytes: int, *, gather: bool = True) -> Ranges:
+    """Return the ranges that bring the selected rows of ``row_bytes`` each.
 
     ``gather=False`` allows the direct way only: the ranges of a write.
     """
-    if not len(positions) or not row_bytes:
+    if not isinstance(selection, Selection):
+        selection = Selection(selection)
+    if not len(selection.positions) or not row_bytes:
         return Ranges(_NONE, _NONE, None, row_bytes)
-    firsts, counts = _runs(positions)
-    direct = Ranges(firsts * row_bytes, counts * row_bytes, None, row_bytes)
-    if len(firsts) == 1 or not gather:
-        return direct
-    gathered = _gather(positions, row_bytes)
-    return gathered if len(gathered.starts) < len(firsts) else direct
+    firsts, counts = selection.runs
+    if len(firsts) > 1 and gather:
+        distinct, places = selection.distinct
+        cuts = np.flatnonzero(selection.gaps > _gap_limit(selection.gaps, row_bytes))
+        if 2 * (len(cuts) + 1) <= len(firsts):
+            return _gathered(distinct, places, cuts, row_bytes)
+        if row_bytes <= SORTED_ROW_BYTES and len(firsts) >= _FEW:
+            return Ranges(
+                distinct * row_bytes, np.full(len(distinct), row_bytes), places, row_bytes
+            )
+    return Ranges(firsts * row_bytes, counts * row_bytes, None, row_bytes)
 
 
 def plan_elements(positions: Int64Array, offsets: Int64Array) -> Ranges:
@@ -91,26 +130,20 @@ def in_pieces(ranges: Ranges) -> Ranges:
     return Ranges(starts, np.minimum(ends - starts, PIECE_BYTES), ranges.rows, ranges.row_bytes)
 
 
-def _runs(positions: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """Return the first row and the length of each run of consecutive positions."""
-    starts = np.flatnonzero(np.diff(positions, prepend=positions[0] - 2) != 1)
-    return positions[starts], np.diff(np.append(starts, len(positions)))
+def _gap_limit(gaps: Int64Array, row_bytes: int) -> int:
+    """Return the widest gap, in rows, that is worth reading through."""
+    wide = MAX_GAP_BYTES // row_bytes
+    if int(gaps[gaps <= wide].sum()) <= len(gaps) + 1:
+        return wide
+    return COMMAND_BYTES // row_bytes
 
 
-def _gather(positions: Int64Array, row_bytes: int) -> Ranges:
-    distinct, inverse = np.unique(positions, return_inverse=True)
-    gaps = (np.diff(distinct) - 1) * row_bytes
-    payload = len(distinct) * row_bytes
-    limit = COMMAND_BYTES
-    wide = gaps <= MAX_GAP_BYTES
-    if int(gaps[wide].sum()) <= payload:
-        limit = MAX_GAP_BYTES
-    cuts = np.flatnonzero(gaps > limit)
+def _gathered(distinct: Int64Array, places: Int64Array, cuts: Int64Array, row_bytes: int) -> Ranges:
+    """Return one range from each cut to the next, gaps included."""
     firsts = distinct[np.concatenate([[0], cuts + 1])]
-    lasts = distinct[np.append(cuts, len(distinct) - 1)]
-    counts = lasts - firsts + 1
-    # Row p of the entry lies at scratch row base(run of p) + p - first(run of p).
-    bases = np.cumsum(counts) - counts
+    counts = distinct[np.append(cuts, len(distinct) - 1)] - firsts + 1
+    # Row p of the entry lies at scratch row base(range of p) + p - first(range of p).
+    shift = np.cumsum(counts) - counts - firsts
     run = np.searchsorted(firsts, distinct, side="right") - 1
-    rows = (bases[run] + distinct - firsts[run])[inverse.reshape(-1)]
+    rows = (shift[run] + distinct)[places]
     return Ranges(firsts * row_bytes, counts * row_bytes, rows, row_bytes)

@@ -21,8 +21,8 @@ from tdio.errors import CorruptEntry
 from tdio.layout.dtypes import dtype_from_name, dtype_name
 
 Int64Array = npt.NDArray[np.int64]
-#: A sanity limit: no dimension, element count or byte size may exceed what an int64 holds.
-_MAX_NUMEL = 2**62
+#: A sanity limit on elements: byte offsets then fit an int64 and 16 decimal digits.
+_MAX_NUMEL = 2**48
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 
 from tdio.layout.buffers import Slot, allocate, pack
 from tdio.layout.index import Rows, normalise, select
-from tdio.layout.plan import Ranges, in_pieces, plan_elements, plan_rows
+from tdio.layout.plan import Ranges, Selection, in_pieces, plan_elements, plan_rows
 from tdio.layout.spec import Int64Array, LeafSpec
 from tdio.store._td import LazyStackedTensorDict, TensorDict, build, consolidated
 from tdio.store.handle import Handle
@@ -163,16 +163,17 @@ def plan_leaves(
 ) -> list[Ranges]:
     """Plan the same rows of several homogeneous leaves."""
     plans: list[Ranges] = []
-    swapped: Int64Array | None = None
+    plain = Selection(rows.positions)
+    swapped: Selection | None = None
     for spec in specs:
         row = math.prod(feature(spec, batch)) * spec.dtype.itemsize
         if stack and spec.stack_first:
             if swapped is None:
-                swapped = _to_stack_first(rows, batch, stack)
+                swapped = Selection(_to_stack_first(rows, batch, stack))
             plans.append(plan_rows(swapped, row, gather=gather))
         else:
             inner = math.prod(batch[rows.depth :])
-            plans.append(plan_rows(rows.positions, inner * row, gather=gather))
+            plans.append(plan_rows(plain, inner * row, gather=gather))
     return plans
 
 

@@ -8,6 +8,7 @@ a short reply) is left for the ordinary parser.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -22,33 +23,66 @@ Bytes = npt.NDArray[np.uint8]
 DIRECT_BYTES = 32 * 1024
 SCRATCH_BYTES = 256 * 1024
 #: Commands are sent in batches, so that the server works while the next ones are encoded.
-BATCH_COMMANDS = 128
+BATCH_COMMANDS = 256
 BATCH_BYTES = 4 * 1024 * 1024
 
 
 def encode_reads(reads: Sequence[RangeRead]) -> Iterator[tuple[bytes, int]]:
     """Yield batches of encoded ``GETRANGE`` commands, each with the bytes it will bring."""
     for read in reads:
+        starts, sizes = read.ranges.starts, read.ranges.sizes
+        if not len(starts):
+            continue
         raw = read.key.encode()
-        head = f"*4\r\n$8\r\nGETRANGE\r\n${len(raw)}\r\n{read.key}\r\n$"
-        sizes = read.ranges.sizes
-        per_batch = BATCH_COMMANDS
-        if len(sizes):
-            per_batch = max(1, min(per_batch, BATCH_BYTES // max(1, int(sizes.max()))))
-        starts = read.ranges.starts.tolist()
-        ends = (read.ranges.starts + sizes - 1).tolist()
+        head = b"*4\r\n$8\r\nGETRANGE\r\n$%d\r\n%b\r\n" % (len(raw), raw)
+        per_batch = max(1, min(BATCH_COMMANDS, BATCH_BYTES // int(sizes.max())))
         for at in range(0, len(starts), per_batch):
-            text = "".join(
-                [
-                    f"{head}{len(first)}\r\n{first}\r\n${len(last)}\r\n{last}\r\n"
-                    for first, last in zip(
-                        map(str, starts[at : at + per_batch]),
-                        map(str, ends[at : at + per_batch]),
-                        strict=True,
-                    )
-                ]
-            )
-            yield text.encode(), int(sizes[at : at + per_batch].sum())
+            part = slice(at, at + per_batch)
+            first, last = starts[part], starts[part] + sizes[part] - 1
+            yield _encode(head, first, last), int(sizes[part].sum())
+
+
+_POWERS = 10 ** np.arange(1, 19, dtype=np.int64)
+_QUADS = np.frombuffer(b"".join(b"%04d" % n for n in range(10_000)), "S4")
+
+
+def _digits(numbers: npt.NDArray[np.int64]) -> tuple[Bytes, npt.NDArray[np.int64]]:
+    """Return decimal digits, zero-filled to 16 columns, and how many of them count."""
+    quads = np.empty((len(numbers), 4), "S4")
+    rest = numbers
+    for column in (3, 2, 1):
+        rest, low = np.divmod(rest, 10_000)
+        quads[:, column] = _QUADS[low]
+    quads[:, 0] = _QUADS[rest]
+    widths = np.searchsorted(_POWERS, numbers, side="right") + 1
+    return quads.view(np.uint8).reshape(len(numbers), 16), widths
+
+
+def _encode(head: bytes, first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> bytes:
+    """Encode commands that differ in their numbers only: a block for each run of equal widths.
+
+    Blocks pay from about eight commands on; ascending offsets have a handful of runs.
+    """
+    (a, wide_a), (b, wide_b) = _digits(first), _digits(last)
+    cuts = np.flatnonzero((np.diff(wide_a) != 0) | (np.diff(wide_b) != 0)) + 1
+    if len(cuts) * 8 > len(first):
+        pairs = zip(first.tolist(), last.tolist(), strict=True)
+        text = [b"$%d\r\n%d\r\n$%d\r\n%d\r\n" % (len(str(p)), p, len(str(q)), q) for p, q in pairs]
+        return head + head.join(text)
+    blocks = []
+    bounds = [0, *cuts.tolist(), len(first)]
+    for lo, hi in itertools.pairwise(bounds):
+        m, n = int(wide_a[lo]), int(wide_b[lo])
+        before, between = head + b"$%d\r\n" % m, b"\r\n$%d\r\n" % n
+        template = before + bytes(m) + between + bytes(n) + b"\r\n"
+        block = np.empty((hi - lo, len(template)), np.uint8)
+        block[:] = np.frombuffer(template, np.uint8)
+        at = len(before)
+        block[:, at : at + m] = a[lo:hi, 16 - m :]
+        at += m + len(between)
+        block[:, at : at + n] = b[lo:hi, 16 - n :]
+        blocks.append(block.tobytes())
+    return b"".join(blocks)
 
 
 class UnexpectedFrameError(Exception):
@@ -180,6 +214,13 @@ class RangeReceiver:
         return False
 
     def _strip(self, group: _Group, count: int, head: int, frame: int) -> None:
+        if count == 1:
+            at = self._pos
+            sound = self._view[at : at + head] == group.header
+            if not (sound and self._view[at + frame - 2 : at + frame] == b"\r\n"):
+                self._fail(group, at)
+            group.into[: group.size] = self._scratch[at + head : at + frame - 2]
+            return
         frames = self._scratch[self._pos : self._pos + count * frame].reshape(count, frame)
         good = frames[:, :head] == np.frombuffer(group.header, np.uint8)
         ends = frames[:, -2:] == _CRLF

@@ -1,0 +1,1 @@
+"""Benches: ratios of both sides in one run. ``python -m tests.bench store``."""

@@ -1,0 +1,24 @@
+"""``python -m tests.bench store [--json FILE] [--only NAME] [--runs N]``."""
+
+from __future__ import annotations
+
+import argparse
+
+from tests.bench import store
+from tests.bench._measure import report
+
+SUITES = {"store": store.run}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench")
+    parser.add_argument("suite", choices=sorted(SUITES))
+    parser.add_argument("--json", metavar="FILE", help="write the rows as a JSON list")
+    parser.add_argument("--only", default="", help="part of the name of the benches to run")
+    parser.add_argument("--runs", type=int, default=7, help="counted runs of each side")
+    args = parser.parse_args()
+    report(SUITES[args.suite](args.only, args.runs), args.json)
+
+
+if __name__ == "__main__":
+    main()
