@@ -67,6 +67,10 @@ class Client:
         except StopIteration as stop:
             result: T = stop.value
             return result
+        except BaseException:
+            # A write that stopped half way may have left the connection watching keys.
+            link.broken = True
+            raise
         finally:
             operation.close()
             self._give_back(link)

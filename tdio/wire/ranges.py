@@ -216,8 +216,8 @@ class RangeReceiver:
     def _strip(self, group: _Group, count: int, head: int, frame: int) -> None:
         if count == 1:
             at = self._pos
-            sound = self._view[at : at + head] == group.header
-            if not (sound and self._view[at + frame - 2 : at + frame] == b"\r\n"):
+            sound = bytes(self._view[at : at + head]) == group.header
+            if not (sound and bytes(self._view[at + frame - 2 : at + frame]) == b"\r\n"):
                 self._fail(group, at)
             group.into[: group.size] = self._scratch[at + head : at + frame - 2]
             return
