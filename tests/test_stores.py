@@ -261,6 +261,25 @@ def test_element_writes(ragged, episodes):
         ragged[1] = TensorDict(x=torch.ones(2, 2))
 
 
+def test_a_stack_that_is_filled_element_by_element(conn):
+    store = LazyStackedTensorDictStore(count=3, inner_batch_size=[], **conn)
+    store[1] = TensorDict(x=torch.ones(2), deep=TensorDict(y=torch.tensor(7)))
+    assert store["x"].tolist() == [[0, 0], [1, 1], [0, 0]]
+    store[2] = TensorDict(x=torch.ones(5), deep=TensorDict(y=torch.tensor(8)))
+    store[0]["new"] = torch.ones(1)
+    assert [store[i]["x"].shape[0] for i in range(3)] == [2, 2, 5]
+    assert [int(store[i]["deep", "y"]) for i in range(3)] == [0, 7, 8]
+    assert [store[i]["new"].tolist() for i in range(3)] == [[1], [0], [0]]
+    with pytest.raises(errors.EntryMismatch):
+        store[0] = TensorDict(other=torch.ones(2))
+    store.clear_redis()
+
+
+def test_a_negative_batch_size_is_refused(conn):
+    with pytest.raises(ValueError, match="-1"):
+        TensorDictStore(batch_size=[-1], **conn)
+
+
 @pytest.mark.parametrize("dim", [0, 1, -1])
 def test_stack_dims(conn, dim):
     torch.manual_seed(0)

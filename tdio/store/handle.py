@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tdio.errors import EntryNotFound
+from tdio.errors import EntryMismatch, EntryNotFound
 from tdio.layout.spec import LeafSpec
 from tdio.transport.address import Address
 from tdio.transport.client import Client
@@ -185,8 +185,11 @@ def create(location: Location, info: StoreInfo, uploads: Sequence[writing.Upload
     Raises:
         StoreExists: the id is taken.
         EntryTooLarge: an entry is above the server's string limit; nothing was sent.
+        EntryMismatch: a batch size with a negative number.
     """
     where, names = str(location), location.names
+    if any(type(n) is not int or n < 0 for n in info.batch):
+        raise EntryMismatch(f"{list(info.batch)} is not a batch size: sizes are whole numbers >= 0")
     handle = Handle(location, info)
     specs = [upload.spec for upload in uploads]
     handle.check_sizes(specs)

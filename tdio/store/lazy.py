@@ -13,6 +13,7 @@ import torch
 from tdio.errors import EntryMismatch, IndexOutOfRange, UnsupportedValue, WrongStoreKind
 from tdio.layout.dtypes import as_bytes
 from tdio.layout.index import normalise, select
+from tdio.layout.paths import check_key, key_of
 from tdio.layout.plan import Ranges
 from tdio.layout.spec import LeafSpec, decode, ragged_offsets, shapes_array
 from tdio.store._stored import Stored
@@ -22,6 +23,7 @@ from tdio.store._td import (
     _register_tensor_class,
 )
 from tdio.store.connecting import locate
+from tdio.store.element import ElementView, element_shape
 from tdio.store.handle import Handle, create, device_of
 from tdio.store.reader import read, read_elements
 from tdio.store.writer import (
@@ -34,6 +36,7 @@ from tdio.store.writer import (
     scalar_values,
     upload_elements,
     upload_tensor,
+    upload_zeros,
 )
 from tdio.wire.reading import StoreInfo
 from tdio.wire.writing import RangeWrite, patch_ragged
@@ -253,16 +256,19 @@ class LazyStackedTensorDictStore(Stored):
         )
 
     def _write_index(self, values: dict[str, Any], index: Any) -> None:
-        check_leaves(self._handle.paths(), set(values), f"{self._handle.location}[{index!r}]")
+        known = self._handle.paths()
+        # The first element that is written to an empty stack says what the entries are.
+        if known or type(index) is not int:
+            check_leaves(known, set(values), f"{self._handle.location}[{index!r}]")
         self._write_at(values, index)
 
     def _write_at(self, values: dict[str, Any], index: Any) -> None:
-        handle, info, where = self._handle, self._handle.info, str(self._handle.location)
-        items = normalise(index, len(info.batch))
-        specs = handle.specs(values)
         if type(index) is int and self.stack_dim == 0:
             self._write_element(self._position(index), values)
             return
+        handle, info, where = self._handle, self._handle.info, str(self._handle.location)
+        items = normalise(index, len(info.batch))
+        specs = handle.specs(values)
         if any(spec.ragged for spec in specs.values()):
             raise UnsupportedValue(
                 f"{where}: entries of different shapes are written an element at a time: "
@@ -281,6 +287,8 @@ class LazyStackedTensorDictStore(Stored):
         """Write leaves of one element: in place where the shape stays, else the entry anew."""
         handle, info = self._handle, self._handle.info
         where = f"{handle.location}[{position}]"
+        for path in values.keys() - handle.paths():
+            self._add_entry(path, values[path], where)
         specs = handle.specs(values)
         inner = len(info.inner)
         tensors: dict[str, torch.Tensor] = {}
@@ -309,6 +317,17 @@ class LazyStackedTensorDictStore(Stored):
         handle.write_ranges(in_place)
         for spec, value in resized:
             handle.learn(self._resize(spec, position, value, where))
+
+    def _add_entry(self, path: str, value: Any, where: str) -> None:
+        """Make an entry of zeros with the shape of one element's value."""
+        info = self._handle.info
+        if not isinstance(value, torch.Tensor) or value.shape[: len(info.inner)] != info.inner:
+            raise EntryMismatch(
+                f"{where}: a new entry {path!r} must be a tensor that starts with the batch size "
+                f"of an element, {list(info.inner)}"
+            )
+        upload = upload_zeros(check_key(key_of(path)), (info.count, *value.shape), value.dtype)
+        self._handle.set_entry(upload)
 
     def _resize(self, spec: LeafSpec, position: int, value: torch.Tensor, where: str) -> LeafSpec:
         info = self._handle.info
@@ -352,60 +371,6 @@ class LazyStackedTensorDictStore(Stored):
         return element
 
 
-class ElementView(Stored):
-    """Element ``i`` of a ``LazyStackedTensorDictStore``: reads and writes go to the server."""
-
-    def __init__(self, parent: LazyStackedTensorDictStore, position: int) -> None:
-        self._setup(parent._handle, parent._handle.info.inner, parent._device)
-        self._parent = parent
-        self._position = position
-
-    @classmethod
-    def from_dict(cls, *args: Any, **kwargs: Any) -> Any:
-        """Refuse: an element belongs to a stack."""
-        raise NotImplementedError("an element view is made by store[i]")
-
-    def _read_paths(self, paths: list[str], index: Any) -> TensorDictBase:
-        element = self._parent._read_element(self._position, paths)
-        return element if isinstance(index, tuple) and not index else element[index]
-
-    def _write_path(self, path: str, value: torch.Tensor) -> None:
-        self._parent._write_element(self._position, {path: value})
-
-    def _write_at(self, values: dict[str, Any], index: Any) -> None:
-        element = self._parent._read_element(self._position, list(values))
-        for path, value in values.items():
-            key = tuple(path.split("."))
-            element.get(key)[index] = value
-        changed = {path: element.get(tuple(path.split("."))) for path in values}
-        self._parent._write_element(self._position, changed)
-
-    def _del(self, key: tuple[str, ...]) -> None:
-        raise RuntimeError("an entry cannot be deleted from one element; delete it from the store")
-
-    def _repr_parts(self) -> list[str]:
-        info, specs = self._handle.info, self._handle.specs(self._leaf_paths())
-        shapes = {path: element_shape(s, info, self._position) for path, s in specs.items()}
-        entries = ", ".join(
-            f"{path}: {str(specs[path].dtype).removeprefix('torch.')}{list(shape)}"
-            for path, shape in shapes.items()
-        )
-        return [
-            f"    entries={{{entries}}}",
-            f"    element={self._position}",
-            f"    batch_size={self.batch_size}",
-            f"    device={self.device}",
-            f"    td_id={self.td_id!r}",
-        ]
-
-
-def element_shape(spec: LeafSpec, info: StoreInfo, position: int) -> tuple[int, ...]:
-    """Return the shape of one element of an entry of a lazy stack."""
-    if spec.ragged:
-        return spec.element_shape(position)
-    return (*info.inner, *spec.shape[len(info.batch) :])
-
-
 def _stack_first(spec: LeafSpec, blob: bytes, info: StoreInfo) -> bytes:
     """Return the bytes of a homogeneous entry with its elements one after the other."""
     assert info.stack is not None
@@ -442,4 +407,3 @@ def _columns(elements: Sequence[TensorDictBase]) -> dict[str, list[torch.Tensor]
 
 
 _register_tensor_class(LazyStackedTensorDictStore)
-_register_tensor_class(ElementView)

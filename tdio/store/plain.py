@@ -12,7 +12,6 @@ import torch
 from tdio.errors import EntryMismatch, UnsupportedValue, WrongStoreKind
 from tdio.layout.index import normalise, select
 from tdio.layout.paths import check_key
-from tdio.layout.spec import LeafSpec
 from tdio.store._stored import Stored
 from tdio.store._td import (
     _ACCEPTED_CLASSES,
@@ -34,10 +33,9 @@ from tdio.store.writer import (
     rows_writes,
     scalar_values,
     upload_tensor,
+    upload_zeros,
 )
 from tdio.wire.reading import StoreInfo
-from tdio.wire.requests import Body
-from tdio.wire.writing import Upload
 
 
 class TensorDictStore(Stored):
@@ -255,7 +253,7 @@ class TensorDictStore(Stored):
         batch = tuple(batch_size) if batch_size is not None else ()
         info = StoreInfo(batch, None, "" if device is None else str(torch.device(device)))
         uploads = [
-            _zeros(check_key(_unravel_key_to_tuple(key)), (*batch, *shape), dtype)
+            upload_zeros(check_key(_unravel_key_to_tuple(key)), (*batch, *shape), dtype)
             for key, (shape, dtype) in schema.items()
         ]
         location = locate(prefix=prefix, td_id=td_id, **connection)
@@ -339,20 +337,6 @@ class TensorDictStore(Stored):
 
     def _nested_class(self) -> type:
         return TensorDictStore
-
-
-def _zeros(path: str, shape: tuple[int, ...], dtype: torch.dtype) -> Upload:
-    spec = LeafSpec(path, dtype, shape)
-    block = bytes(min(spec.nbytes, 1024 * 1024))
-
-    def body(start: int, stop: int) -> Body:
-        def chunks() -> Any:
-            for at in range(start, stop, max(1, len(block))):
-                yield memoryview(block)[: stop - at]
-
-        return Body(stop - start, chunks)
-
-    return Upload(spec, body)
 
 
 def _tensorclass(asked: type | str | None, stored: str) -> Any:

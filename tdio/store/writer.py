@@ -141,6 +141,21 @@ def upload_elements(
     return Upload(spec, body)
 
 
+def upload_zeros(path: str, shape: tuple[int, ...], dtype: torch.dtype) -> Upload:
+    """Return the upload of an entry of zeros, made a megabyte at a time."""
+    spec = LeafSpec(path, dtype, shape)
+    block = bytes(min(spec.nbytes, 1024 * 1024))
+
+    def body(start: int, stop: int) -> Body:
+        def chunks() -> Iterator[Buffer]:
+            for at in range(start, stop, max(1, len(block))):
+                yield memoryview(block)[: stop - at]
+
+        return Body(stop - start, chunks)
+
+    return Upload(spec, body)
+
+
 def _join(elements: Sequence[torch.Tensor]) -> torch.Tensor:
     if len(elements) == 1:
         return as_bytes(elements[0])

@@ -17,7 +17,10 @@ def main() -> None:
     parser.add_argument("--only", default="", help="part of the name of the benches to run")
     parser.add_argument("--runs", type=int, default=7, help="counted runs of each side")
     args = parser.parse_args()
-    report(SUITES[args.suite](args.only, args.runs), args.json)
+    rows = SUITES[args.suite](args.only, args.runs)
+    if not rows:
+        parser.error(f"no row has {args.only!r} in its name")
+    report(rows, args.json)
 
 
 if __name__ == "__main__":

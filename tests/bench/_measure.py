@@ -22,10 +22,12 @@ class Row:
     ratio: float
 
 
-def seconds(work: Callable[[], Any]) -> float:
+def _seconds(work: Callable[[], Any], after: Callable[[Any], Any]) -> float:
     began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
+    result = work()
+    took = time.perf_counter() - began
+    after(result)
+    return took
 
 
 def compare(
@@ -36,19 +38,22 @@ def compare(
     amount: tuple[float, float],
     unit: str,
     runs: int,
+    after: Callable[[Any], Any] = lambda result: None,
 ) -> Row:
-    """Time both sides in turn after one warm-up each.
+    """Time both sides in turn after one warm-up each; who begins alternates.
 
-    ``amount`` is what one call of each side moves, in ``unit``'s numerator.
+    ``amount`` is what one call of each side moves, in ``unit``'s numerator. ``after`` tidies up
+    what a call returned, outside the time.
     """
-    ours()
-    theirs()
-    mine, others = [], []
-    for _ in range(runs):
-        mine.append(seconds(ours))
-        others.append(seconds(theirs))
-    a = amount[0] / statistics.median(mine)
-    b = amount[1] / statistics.median(others)
+    sides = (ours, theirs)
+    for side in sides:
+        after(side())
+    times: tuple[list[float], list[float]] = ([], [])
+    for run in range(runs):
+        for which in (0, 1) if run % 2 else (1, 0):
+            times[which].append(_seconds(sides[which], after))
+    a = amount[0] / statistics.median(times[0])
+    b = amount[1] / statistics.median(times[1])
     return Row(name, a, b, unit, a / b)
 
 

@@ -35,11 +35,11 @@ def image(rows: int = IMAGE_ROWS) -> TensorDict:
     return small(rows).set("pixels", pixels)
 
 
-def indexes(rows: int, size: int = BATCH) -> Iterator[torch.Tensor]:
+def indexes(rows: int, size: int = BATCH) -> Iterator[list[int]]:
     """Random distinct rows: the same sequence for whoever starts with this function."""
     generator = torch.Generator().manual_seed(0)
     while True:
-        yield torch.randperm(rows, generator=generator)[:size]
+        yield torch.randperm(rows, generator=generator)[:size].tolist()
 
 
 def repeat(read: Callable[[Any], Any], rows: int, times: int) -> Callable[[], None]:
@@ -65,12 +65,19 @@ class PerElement(Dataset[Any]):
         return self.store[index]
 
 
-def epoch(dataset: Any, collate: Any, limit: int | None = None) -> Callable[[], None]:
-    loader = DataLoader(dataset, batch_size=BATCH, shuffle=True, collate_fn=collate)
+def epoch(dataset: Any, collate: Any, batches: int) -> Callable[[], None]:
+    """The first ``batches`` batches of a shuffled epoch, in this process (``num_workers=0``).
+
+    Rates are per row, so sides of different length compare; both see the same order.
+    """
 
     def work() -> None:
+        order = torch.Generator().manual_seed(0)
+        loader = DataLoader(
+            dataset, batch_size=BATCH, shuffle=True, collate_fn=collate, generator=order
+        )
         for i, _ in enumerate(loader):
-            if limit is not None and i + 1 >= limit:
+            if i + 1 >= batches:
                 break
 
     return work
@@ -85,7 +92,7 @@ def batches(conn: dict[str, Any], kind: str, data: TensorDict, times: int, runs:
     out = [
         compare(
             f"random_{kind}_vs_reference",
-            repeat(lambda i: dataset.__getitems__(i.tolist()), rows, times),
+            repeat(dataset.__getitems__, rows, times),
             repeat(lambda i: theirs[i], rows, times),
             amount=amount,
             unit="rows/s",
@@ -98,7 +105,7 @@ def batches(conn: dict[str, Any], kind: str, data: TensorDict, times: int, runs:
         path: data.get(path)[0].numel() * data.get(path).element_size() for path in data.keys()
     }
     for _ in range((runs + 1) * times):
-        chosen = next(draw).numpy()
+        chosen = np.array(next(draw))
         parts = [encode(store._handle.names.data(p), chosen, n) for p, n in sizes.items()]
         made.append((b"".join(c for c, _ in parts), sum(n for _, n in parts)))
     queue = iter(made)
@@ -110,7 +117,7 @@ def batches(conn: dict[str, Any], kind: str, data: TensorDict, times: int, runs:
     out.append(
         compare(
             f"random_{kind}_vs_limit",
-            repeat(lambda i: dataset.__getitems__(i.tolist()), rows, times),
+            repeat(dataset.__getitems__, rows, times),
             limit,
             amount=amount,
             unit="rows/s",
@@ -176,13 +183,12 @@ def ragged(conn: dict[str, Any], runs: int) -> list[Row]:
 
 
 def uploads(conn: dict[str, Any], kind: str, data: TensorDict, runs: int) -> list[Row]:
-    def put(cls: Any) -> Callable[[], None]:
-        def work() -> None:
-            store = cls.from_tensordict(data, **conn)
-            store.clear_redis()
-            store.close()
+    def put(cls: Any) -> Callable[[], Any]:
+        return lambda: cls.from_tensordict(data, **conn)
 
-        return work
+    def tidy(store: Any) -> None:
+        store.clear_redis()
+        store.close()
 
     rows = data.batch_size[0]
     return [
@@ -193,6 +199,7 @@ def uploads(conn: dict[str, Any], kind: str, data: TensorDict, runs: int) -> lis
             amount=(rows, rows),
             unit="rows/s",
             runs=runs,
+            after=tidy,
         )
     ]
 
@@ -234,22 +241,39 @@ def whole(conn: dict[str, Any], runs: int) -> list[Row]:
     return rows
 
 
+#: The rows that each part of the bench brings.
+PARTS: dict[str, tuple[str, ...]] = {
+    "small": (
+        "random_small_vs_reference",
+        "random_small_vs_limit",
+        "loader_vs_reference",
+        "loader_vs_per_element",
+    ),
+    "image": ("random_image_vs_reference", "random_image_vs_limit"),
+    "ragged": ("ragged_element_vs_reference",),
+    "upload": ("upload_small_vs_reference", "upload_image_vs_reference"),
+    "whole": ("read_400MB_vs_reference", "write_400MB_vs_reference"),
+}
+
+
 def run(only: str = "", runs: int = 7) -> list[Row]:
-    """Run the benches whose name contains ``only``."""
+    """Run the parts that bring rows whose name contains ``only``; return these rows."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     out: list[Row] = []
     with embedded_server() as server:
         conn = server.connection_kwargs
-        if only in "random_small loader":
-            out += batches(conn, "small", small(), 20, runs)
-        if only in "random_image":
-            out += batches(conn, "image", image(), 10, runs)
-        if only in "ragged":
-            out += ragged(conn, runs)
-        if only in "upload":
-            out += uploads(conn, "small", small(), min(runs, 5))
-            out += uploads(conn, "image", image(), min(runs, 5))
-        if only in "whole 400MB":
-            out += whole(conn, min(runs, 5))
-    return out
+        work: dict[str, Callable[[], list[Row]]] = {
+            "small": lambda: batches(conn, "small", small(), 20, runs),
+            "image": lambda: batches(conn, "image", image(), 10, runs),
+            "ragged": lambda: ragged(conn, runs),
+            "upload": lambda: (
+                uploads(conn, "small", small(), min(runs, 5))
+                + uploads(conn, "image", image(), min(runs, 5))
+            ),
+            "whole": lambda: whole(conn, min(runs, 5)),
+        }
+        for part, names in PARTS.items():
+            if any(only in name for name in names):
+                out += work[part]()
+    return [row for row in out if only in row.name]
