@@ -72,9 +72,14 @@ def test_loaders_deliver_each_row_once(dataset, context, workers, persistent):
         assert sorted(seen.tolist()) == list(range(N))
 
 
-def test_the_default_collate_works_too(dataset):
-    seen = [batch["deep", "y"] for batch in DataLoader(dataset, batch_size=64)]
-    assert torch.equal(torch.cat(seen), torch.arange(N))
+@pytest.mark.parametrize("context", [None, "spawn"])
+def test_a_loader_without_a_collate_function(dataset, ragged, context):
+    workers = {"num_workers": 2, "multiprocessing_context": context} if context else {}
+    batches = list(DataLoader(dataset, batch_size=64, **workers))
+    assert torch.equal(torch.cat([b["deep", "y"] for b in batches]), torch.arange(N))
+    assert all(batch.is_consolidated() for batch in batches)
+    (first, *_) = DataLoader(ragged, batch_size=8, **workers)
+    assert [element["x"].shape[0] for element in first.unbind(0)] == [0, 1, 2, 3, 4, 0, 1, 2]
 
 
 @pytest.mark.parametrize("workers", [0, 2])

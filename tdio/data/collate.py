@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tensordict import TensorDictBase, lazy_stack
+from tensordict import TensorDict, TensorDictBase, lazy_stack
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 
 def tensordict_collate(batch: Any) -> Any:
@@ -40,3 +41,12 @@ def tensordict_collate(batch: Any) -> Any:
     if any(shape != shapes[0] for shape in shapes):
         return stack
     return stack.to_tensordict().consolidate(metadata=True)
+
+
+def _default(batch: Any, *, collate_fn_map: Any = None) -> Any:
+    return tensordict_collate(batch)
+
+
+# torch's registry of what its default collate does with a type: a DataLoader without collate_fn=
+# would take a TensorDict for a mapping, and stack it again row by row.
+default_collate_fn_map[TensorDict] = _default

@@ -20,9 +20,9 @@ from tdio.store.reader import read
 class StoreDataset(Dataset[Any]):
     """The elements of a store along its first batch dim, read by index.
 
-    ``DataLoader`` finds ``__getitems__`` and reads each batch in one round trip; pass
-    ``collate_fn=dataset.collate_fn`` so that the ready batch goes through unchanged. Workers of
-    any start method open connections of their own. Offset tables are read once, and shared with
+    ``DataLoader`` finds ``__getitems__`` and reads each batch in one round trip; the ready batch
+    goes through its default collate unchanged (``collate_fn`` is that function). Workers of any
+    start method open connections of their own. Offset tables are read once, and shared with
     forked workers.
 
     Args:
@@ -50,7 +50,7 @@ class StoreDataset(Dataset[Any]):
         ...     data = TensorDict(x=torch.arange(10), batch_size=[10])
         ...     store = TensorDictStore.from_tensordict(data, **server.connection_kwargs)
         ...     dataset = StoreDataset(td_id=store.td_id, **server.connection_kwargs)
-        ...     loader = DataLoader(dataset, batch_size=4, collate_fn=dataset.collate_fn)
+        ...     loader = DataLoader(dataset, batch_size=4)
         ...     [batch["x"].tolist() for batch in loader]
         [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     """
