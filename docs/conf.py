@@ -8,5 +8,4 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 html_theme = "pydata_sphinx_theme"
 html_title = "tdio"
 autodoc_typehints = "none"
-autodoc_default_options = {"members": True, "show-inheritance": False}
 exclude_patterns = ["_build"]

@@ -1,5 +1,6 @@
 """The notebooks run in a fresh kernel."""
 
+import re
 from pathlib import Path
 
 import nbformat
@@ -17,4 +18,6 @@ def test_a_notebook_runs(path):
     text = "".join(
         output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", [])
     )
-    assert "accuracy" in text
+    accuracies = re.findall(r"accuracy.*?([\d.]+)%", text)
+    assert accuracies, text
+    assert all(float(percent) >= 90 for percent in accuracies), text
