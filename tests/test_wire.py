@@ -86,3 +86,18 @@ def test_the_commands_ask_for_the_ranges():
         b"*4\r\n$8\r\nGETRANGE\r\n$1\r\nk\r\n$1\r\n0\r\n$1\r\n2\r\n"
         b"*4\r\n$8\r\nGETRANGE\r\n$1\r\nk\r\n$1\r\n7\r\n$2\r\n10\r\n"
     )
+
+
+@pytest.mark.parametrize("size", [1, 3, 4096])
+def test_commands_of_many_widths_are_encoded_in_bulk_as_one_by_one(size):
+    rng = np.random.default_rng(0)
+    spread = np.concatenate([10**k + rng.integers(0, 9 * 10**k, 40) for k in range(13)])
+    for starts in (np.sort(spread), spread[rng.permutation(len(spread))], np.arange(20)):
+        sizes = np.full(len(starts), size, np.int64)
+        read = RangeRead("k%d", Ranges(starts, sizes, None, 1), np.zeros(0, np.uint8), "k")
+        want = b"".join(
+            b"*4\r\n$8\r\nGETRANGE\r\n$3\r\nk%%d\r\n$%d\r\n%d\r\n$%d\r\n%d\r\n"
+            % (len(str(s)), s, len(str(s + size - 1)), s + size - 1)
+            for s in starts.tolist()
+        )
+        assert b"".join(text for text, _ in encode_reads([read])) == want

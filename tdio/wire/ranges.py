@@ -47,15 +47,17 @@ _QUADS = np.frombuffer(b"".join(b"%04d" % n for n in range(10_000)), "S4")
 
 
 def _digits(numbers: npt.NDArray[np.int64]) -> tuple[Bytes, npt.NDArray[np.int64]]:
-    """Return decimal digits, zero-filled to 16 columns, and how many of them count."""
-    quads = np.empty((len(numbers), 4), "S4")
+    """Return decimal digits, zero-filled to equal width, and how many of them count."""
+    columns = -(-len(str(int(numbers.max()))) // 4)
+    quads = np.empty((len(numbers), columns), "S4")
     rest = numbers
-    for column in (3, 2, 1):
-        rest, low = np.divmod(rest, 10_000)
-        quads[:, column] = _QUADS[low]
+    for column in range(columns - 1, 0, -1):
+        high = rest // 10_000
+        quads[:, column] = _QUADS[rest - high * 10_000]
+        rest = high
     quads[:, 0] = _QUADS[rest]
     widths = np.searchsorted(_POWERS, numbers, side="right") + 1
-    return quads.view(np.uint8).reshape(len(numbers), 16), widths
+    return quads.view(np.uint8).reshape(len(numbers), 4 * columns), widths
 
 
 def _encode(head: bytes, first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> bytes:
@@ -63,8 +65,11 @@ def _encode(head: bytes, first: npt.NDArray[np.int64], last: npt.NDArray[np.int6
 
     Blocks pay from about eight commands on; ascending offsets have a handful of runs.
     """
-    (a, wide_a), (b, wide_b) = _digits(first), _digits(last)
-    cuts = np.flatnonzero((np.diff(wide_a) != 0) | (np.diff(wide_b) != 0)) + 1
+    digits, widths = _digits(np.concatenate([first, last]))
+    size, total = len(first), digits.shape[1]
+    a, b, wide_a, wide_b = digits[:size], digits[size:], widths[:size], widths[size:]
+    both = wide_a * 32 + wide_b
+    cuts = np.flatnonzero(both[1:] != both[:-1]) + 1
     if len(cuts) * 8 > len(first):
         pairs = zip(first.tolist(), last.tolist(), strict=True)
         text = [b"$%d\r\n%d\r\n$%d\r\n%d\r\n" % (len(str(p)), p, len(str(q)), q) for p, q in pairs]
@@ -78,9 +83,9 @@ def _encode(head: bytes, first: npt.NDArray[np.int64], last: npt.NDArray[np.int6
         block = np.empty((hi - lo, len(template)), np.uint8)
         block[:] = np.frombuffer(template, np.uint8)
         at = len(before)
-        block[:, at : at + m] = a[lo:hi, 16 - m :]
+        block[:, at : at + m] = a[lo:hi, total - m :]
         at += m + len(between)
-        block[:, at : at + n] = b[lo:hi, 16 - n :]
+        block[:, at : at + n] = b[lo:hi, total - n :]
         blocks.append(block.tobytes())
     return b"".join(blocks)
 
