@@ -42,12 +42,14 @@ def indexes(rows: int, size: int = BATCH) -> Iterator[list[int]]:
         yield torch.randperm(rows, generator=generator)[:size].tolist()
 
 
-def repeat(read: Callable[[Any], Any], rows: int, times: int) -> Callable[[], None]:
+def repeat(read: Callable[[Any], Any], rows: int, times: int, runs: int) -> Callable[[], None]:
+    """``times`` reads of fresh rows for each call; the rows are drawn before the clock starts."""
     draw = indexes(rows)
+    queue = iter([next(draw) for _ in range(times * (runs + 1))])
 
     def work() -> None:
         for _ in range(times):
-            read(next(draw))
+            read(next(queue))
 
     return work
 
@@ -92,8 +94,8 @@ def batches(conn: dict[str, Any], kind: str, data: TensorDict, times: int, runs:
     out = [
         compare(
             f"random_{kind}_vs_reference",
-            repeat(dataset.__getitems__, rows, times),
-            repeat(lambda i: theirs[i], rows, times),
+            repeat(dataset.__getitems__, rows, times, runs),
+            repeat(lambda i: theirs[i], rows, times, runs),
             amount=amount,
             unit="rows/s",
             runs=runs,
@@ -117,7 +119,7 @@ def batches(conn: dict[str, Any], kind: str, data: TensorDict, times: int, runs:
     out.append(
         compare(
             f"random_{kind}_vs_limit",
-            repeat(dataset.__getitems__, rows, times),
+            repeat(dataset.__getitems__, rows, times, runs),
             limit,
             amount=amount,
             unit="rows/s",
