@@ -506,3 +506,11 @@ def test_a_million_ragged_elements_open_fast(conn):
     assert shapes.shape == (1_000_000, 2)
     assert shapes[89].tolist() == [90, 3]
     assert time.process_time() - began < 5  # no timed test: this bounds a Python loop only
+
+
+def test_a_store_pickles_as_its_address(store, ragged, local, episodes):
+    same(pickle.loads(pickle.dumps(store))[[3, 1]], local[[3, 1]])
+    again = pickle.loads(pickle.dumps(ragged))
+    assert isinstance(again, LazyStackedTensorDictStore)
+    same(again[5].to_tensordict(), episodes[5])
+    assert len(pickle.dumps(store)) < 10_000

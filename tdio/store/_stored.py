@@ -23,8 +23,9 @@ from tdio.store._td import (
     is_non_tensor,
     is_tensor_collection,
 )
-from tdio.store.handle import Handle
+from tdio.store.handle import Handle, Location, create, device_of
 from tdio.store.writer import leaves_of
+from tdio.wire.reading import StoreInfo
 
 _SKELETON_LEAF = torch.zeros(())
 
@@ -54,12 +55,28 @@ class Stored(_NoShapeOps, _NoVmap, TensorDictBase):
     _handle: Handle
     _entered: list[bool]
     _prefix: str = ""
+    _backend: str = "redis"
 
     def _setup(self, handle: Handle, batch: tuple[int, ...], device: torch.device | None) -> None:
         self._handle = handle
         self._batch_size = torch.Size(batch)
         self._device = device
         self._is_locked = False
+
+    def _create(self, location: Location, info: StoreInfo, cache: bool, backend: str) -> None:
+        """Make the empty store of a constructor."""
+        handle = create(location, info)
+        handle.cache = cache
+        self._setup(handle, info.batch, device_of(info, None))
+        self._backend = backend
+
+    @classmethod
+    def _wrap(cls, handle: Handle, device: Any, backend: str) -> Any:
+        """Return the tensordict of a store that is on the server."""
+        out = cls.__new__(cls)
+        out._setup(handle, handle.info.batch, device_of(handle.info, device))
+        out._backend = backend
+        return out
 
     # ---- what a subclass says
 
@@ -309,6 +326,7 @@ class Stored(_NoShapeOps, _NoVmap, TensorDictBase):
             f"    entries={{{entries}}}",
             f"    batch_size={self.batch_size}",
             f"    device={self.device}",
+            f"    backend={self._backend!r}",
             f"    td_id={self.td_id!r}",
             f"    server={str(self._handle.location.address)!r}",
         ]

@@ -24,7 +24,7 @@ from tdio.store._td import (
 )
 from tdio.store.connecting import locate
 from tdio.store.element import ElementView, element_shape
-from tdio.store.handle import Handle, create, device_of
+from tdio.store.handle import Handle, create
 from tdio.store.reader import read, read_elements
 from tdio.store.writer import (
     check_fit,
@@ -110,17 +110,7 @@ class LazyStackedTensorDictStore(Stored):
             **redis_kwargs,
         )
         info = _info(count, stack_dim, tuple(inner_batch_size), device)
-        handle = create(location, info)
-        handle.cache = cache_metadata
-        self._setup(handle, info.batch, device_of(info, None))
-        self._backend = backend
-
-    @classmethod
-    def _wrap(cls, handle: Handle, device: Any, backend: str) -> LazyStackedTensorDictStore:
-        out = cls.__new__(cls)
-        out._setup(handle, handle.info.batch, device_of(handle.info, device))
-        out._backend = backend
-        return out
+        self._create(location, info, cache_metadata, backend)
 
     # ---- construction
 

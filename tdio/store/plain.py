@@ -24,7 +24,7 @@ from tdio.store._td import (
     is_tensor_collection,
 )
 from tdio.store.connecting import locate
-from tdio.store.handle import Handle, create, delete_store, device_of
+from tdio.store.handle import Handle, create, delete_store
 from tdio.store.reader import read
 from tdio.store.writer import (
     check_leaves,
@@ -106,17 +106,7 @@ class TensorDictStore(Stored):
             **redis_kwargs,
         )
         info = StoreInfo(batch, None, "" if device is None else str(torch.device(device)))
-        handle = create(location, info)
-        handle.cache = cache_metadata
-        self._setup(handle, batch, device_of(info, None))
-        self._backend = backend
-
-    @classmethod
-    def _wrap(cls, handle: Handle, device: Any, backend: str) -> TensorDictStore:
-        out = cls.__new__(cls)
-        out._setup(handle, handle.info.batch, device_of(handle.info, device))
-        out._backend = backend
-        return out
+        self._create(location, info, cache_metadata, backend)
 
     # ---- construction
 
