@@ -32,7 +32,7 @@ def alive(pid: int) -> bool:
     """Whether a process runs; a zombie, which a container's init may leave, does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 
