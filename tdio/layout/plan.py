@@ -26,7 +26,7 @@ COMMAND_BYTES = 128
 #: Merging more than this many bytes of gap saves no time even at full density.
 MAX_GAP_BYTES = 16 * 1024
 #: A range longer than this is asked for in pieces, so that the server's reply buffer is bounded.
-PIECE_BYTES = 4 * 1024 * 1024
+PIECE_BYTES = 1024 * 1024
 #: Rows up to this size are read in ascending order and put in their places by one more copy.
 SORTED_ROW_BYTES = 1024
 _FEW = 32

@@ -18,8 +18,9 @@ from tdio.transport.address import Address
 from tdio.wire.ranges import SCRATCH_BYTES, RangeReceiver, UnexpectedFrameError, encode_reads
 from tdio.wire.requests import Body, Commands, Fetch, Request, encode_command, error_of
 
-#: Replies under way at once: enough to keep the server busy, bounded for its output buffer.
-WINDOW_BYTES = 16 * 1024 * 1024
+#: Replies under way at once: above this the server copies what it cannot send (256 rows of 21 KB:
+#: 9.5 ms a batch with 16 MiB, 7.5 ms with 512 KiB).
+WINDOW_BYTES = 512 * 1024
 _SEND_BYTES = 64 * 1024
 
 

@@ -24,7 +24,7 @@ DIRECT_BYTES = 32 * 1024
 SCRATCH_BYTES = 256 * 1024
 #: Commands are sent in batches, so that the server works while the next ones are encoded.
 BATCH_COMMANDS = 256
-BATCH_BYTES = 4 * 1024 * 1024
+BATCH_BYTES = 1024 * 1024
 
 
 def encode_reads(reads: Sequence[RangeRead]) -> Iterator[tuple[bytes, int]]:
