@@ -10,9 +10,9 @@ import gymnasium
 import torch
 from tensordict import TensorDict, lazy_stack
 from torch import nn
-from torch.utils.data import DataLoader
 
 from tdio import StoreDataset, TensorDictStore
+from tdio.cli._loading import shuffled
 
 _EPISODES = 120
 _EPOCHS = 6
@@ -28,14 +28,7 @@ def run(connection: dict[str, Any], workers: int) -> float:
     rate = sum(lengths) / (time.monotonic() - began)
     click.echo(f"  uploaded them as a ragged store, {store.td_id}: {rate:,.0f} rows/s")
     dataset = StoreDataset(td_id=store.td_id, **connection)
-    loader = DataLoader(
-        dataset,
-        batch_size=8,
-        shuffle=True,
-        num_workers=workers,
-        persistent_workers=workers > 0,
-        collate_fn=dataset.collate_fn,
-    )
+    loader = shuffled(dataset, 8, workers)
     policy = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 2))
     steps, seconds = _clone(policy, loader)
     click.echo(

@@ -10,9 +10,9 @@ import torch
 from sklearn.datasets import load_digits
 from tensordict import TensorDict
 from torch import nn
-from torch.utils.data import DataLoader
 
 from tdio import StoreDataset, TensorDictStore
+from tdio.cli._loading import shuffled
 
 _TEST_ROWS = 360
 _EPOCHS = 25
@@ -22,14 +22,7 @@ def run(connection: dict[str, Any], workers: int) -> float:
     """Upload, train from a loader, and return the accuracy on the test rows, 0 to 1."""
     train, test = _upload(connection)
     dataset = StoreDataset(td_id=train, **connection)
-    loader = DataLoader(
-        dataset,
-        batch_size=64,
-        shuffle=True,
-        num_workers=workers,
-        persistent_workers=workers > 0,
-        collate_fn=dataset.collate_fn,
-    )
+    loader = shuffled(dataset, 64, workers)
     click.echo(f"  opened {train} in a DataLoader with {workers} workers")
     model = _model()
     rows, seconds = _train(model, loader)

@@ -18,14 +18,12 @@ from tensordict.base import (
     _register_tensor_class,
     is_tensor_collection,
 )
-from tensordict.tensorclass import NonTensorData, NonTensorStack
 from tensordict.utils import (
     _LOCK_ERROR,
     _STR_DTYPE_TO_DTYPE,
     _is_tensorclass,
     _unravel_key_to_tuple,
     is_non_tensor,
-    unravel_key,
 )
 
 from tdio.layout.buffers import Slot
@@ -37,8 +35,6 @@ __all__ = [
     "_LOCK_ERROR",
     "LazyStackedTensorDict",
     "NestedKey",
-    "NonTensorData",
-    "NonTensorStack",
     "TensorDict",
     "TensorDictBase",
     "_NoShapeOps",
@@ -50,7 +46,6 @@ __all__ = [
     "consolidated",
     "is_non_tensor",
     "is_tensor_collection",
-    "unravel_key",
 ]
 
 #: The dtypes that tensordict can rebuild from its consolidated metadata (float8 is not among them).

@@ -41,9 +41,16 @@ class Handle:
         info: batch size, kind, device and the registered paths.
     """
 
-    def __init__(self, location: Location, info: StoreInfo, *, cache: bool = True):
+    def __init__(
+        self,
+        location: Location,
+        info: StoreInfo,
+        *,
+        cache: bool = True,
+        client: Client | None = None,
+    ):
         self.location = location
-        self.client = Client(location.address)
+        self.client = client or Client(location.address)
         self.info = info
         self.cache = cache
         self._specs: dict[str, LeafSpec] = {}
@@ -59,9 +66,7 @@ class Handle:
         """
         client = Client(location.address)
         info = client.read(lambda: reading.find(location.names, str(location)))
-        handle = cls(location, info, cache=cache)
-        handle.client = client
-        return handle
+        return cls(location, info, cache=cache, client=client)
 
     @property
     def names(self) -> Names:
