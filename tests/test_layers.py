@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent / "tdio"
-ORDER = ["errors", "layout", "wire", "transport", "store", "pipe", "data", "server", "cli"]
+ORDER = ["errors", "layout", "_td", "wire", "transport", "store", "pipe", "data", "server", "cli"]
+ORDER += ["testing"]
 FOREIGN = {"redis": "transport", "hiredis": "transport", "socket": "transport", "ssl": "transport"}
 
 
@@ -32,7 +33,10 @@ def test_imports_go_downward(path):
     here = ORDER.index(layer(path))
     for name in imported(path):
         if name.startswith("tdio."):
-            assert ORDER.index(name.split(".")[1]) <= here, f"{path} imports {name}"
+            there = name.split(".")[1]
+            assert ORDER.index(there) <= here, f"{path} imports {name}"
+            # Stores and pipes stand side by side.
+            assert (layer(path), there) != ("pipe", "store"), f"{path} imports {name}"
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))

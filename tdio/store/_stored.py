@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 
-from tdio.errors import EntryNotFound, UnsupportedValue
-from tdio.layout.paths import below, check_key, path_of
-from tdio.store._td import (
+from tdio._td import (
     _LOCK_ERROR,
     NO_DEFAULT,
     NestedKey,
@@ -23,6 +21,8 @@ from tdio.store._td import (
     is_non_tensor,
     is_tensor_collection,
 )
+from tdio.errors import EntryNotFound, UnsupportedValue
+from tdio.layout.paths import below, check_key, path_of
 from tdio.store.handle import Handle, Location, create, device_of
 from tdio.store.writer import leaves_of
 from tdio.wire.reading import StoreInfo

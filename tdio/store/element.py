@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from tdio._td import TensorDictBase, _register_tensor_class
 from tdio.layout.spec import LeafSpec
 from tdio.store._stored import Stored
-from tdio.store._td import TensorDictBase, _register_tensor_class
 from tdio.wire.reading import StoreInfo
 
 

@@ -10,6 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from tdio._td import (
+    LazyStackedTensorDict,
+    TensorDictBase,
+    _register_tensor_class,
+)
 from tdio.errors import EntryMismatch, IndexOutOfRange, UnsupportedValue, WrongStoreKind
 from tdio.layout.dtypes import as_bytes
 from tdio.layout.index import normalise, select
@@ -17,11 +22,6 @@ from tdio.layout.paths import check_key, key_of
 from tdio.layout.plan import Ranges
 from tdio.layout.spec import LeafSpec, decode, ragged_offsets, shapes_array
 from tdio.store._stored import Stored
-from tdio.store._td import (
-    LazyStackedTensorDict,
-    TensorDictBase,
-    _register_tensor_class,
-)
 from tdio.store.connecting import locate
 from tdio.store.element import ElementView, element_shape
 from tdio.store.handle import Handle, create

@@ -9,11 +9,7 @@ from typing import Any
 
 import torch
 
-from tdio.errors import EntryMismatch, UnsupportedValue, WrongStoreKind
-from tdio.layout.index import normalise, select
-from tdio.layout.paths import check_key
-from tdio.store._stored import Stored
-from tdio.store._td import (
+from tdio._td import (
     _ACCEPTED_CLASSES,
     LazyStackedTensorDict,
     TensorDict,
@@ -23,6 +19,10 @@ from tdio.store._td import (
     _unravel_key_to_tuple,
     is_tensor_collection,
 )
+from tdio.errors import EntryMismatch, UnsupportedValue, WrongStoreKind
+from tdio.layout.index import normalise, select
+from tdio.layout.paths import check_key
+from tdio.store._stored import Stored
 from tdio.store.connecting import locate
 from tdio.store.handle import Handle, create, delete_store
 from tdio.store.reader import read

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from tdio._td import LazyStackedTensorDict, TensorDict, build, consolidated
 from tdio.layout.buffers import Slot, allocate, pack
 from tdio.layout.index import Rows, normalise, select
 from tdio.layout.plan import Ranges, Selection, in_pieces, plan_elements, plan_rows
 from tdio.layout.spec import Int64Array, LeafSpec
-from tdio.store._td import LazyStackedTensorDict, TensorDict, build, consolidated
 from tdio.store.handle import Handle
 from tdio.wire.requests import Fetch, Operation, RangeRead
 

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from tdio._td import TensorDictBase, _unravel_key_to_tuple, is_non_tensor
 from tdio.errors import EntryMismatch, UnsupportedValue
 from tdio.layout.dtypes import as_bytes, dtype_name
 from tdio.layout.index import Rows
 from tdio.layout.paths import check_key
 from tdio.layout.spec import LeafSpec, ragged_offsets, shapes_array
-from tdio.store._td import TensorDictBase, _unravel_key_to_tuple, is_non_tensor
 from tdio.store.reader import feature, plan_leaves
 from tdio.wire.requests import Body, Buffer
 from tdio.wire.writing import RangeWrite, Upload

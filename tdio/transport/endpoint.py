@@ -34,22 +34,34 @@ class Endpoint(ABC):
 
     Attributes:
         name: both addresses, for errors.
-        tdio_peer: whether the other end is tdio too, so that its frames may be used.
+        tdio_peer: whether the other end is tdio too, so that its frames may be used; known once
+            the endpoint is handed out, and the same answer at both ends.
+        accepted: whether a listener accepted this end; None where that is not known. The two ends
+            of a handshake must not say the same.
     """
 
     name: str
     tdio_peer: bool = False
+    accepted: bool | None = None
 
     @abstractmethod
-    def send(self, buffer: Any) -> Transfer:
-        """Start to send a message: anything with the buffer protocol, or a torch tensor."""
+    def send(self, buffer: Any, channel: int = 0) -> Transfer:
+        """Start to send a message: anything with the buffer protocol, or a torch tensor.
+
+        Messages of one channel arrive in order. Channel 1 is for acknowledgements between tdio
+        peers: they must not wait behind tensordicts that nobody reads yet.
+        """
 
     @abstractmethod
-    def probe(self) -> int | None:
-        """Return the size of the next message that has begun to arrive, or None."""
+    def probe(self, channel: int = 0) -> int | None:
+        """Return the size of the next message that has begun to arrive, or None.
+
+        Moves the transport on. A lost peer: messages that arrived before are still returned, then
+        ``PeerLost`` is raised.
+        """
 
     @abstractmethod
-    def recv(self, buffer: Any) -> Transfer:
+    def recv(self, buffer: Any, channel: int = 0) -> Transfer:
         """Start to receive the next message; its buffer is at least as large as the message."""
 
     @abstractmethod
