@@ -12,18 +12,26 @@ __all__ = [
     "AuthenticationFailed",
     "CorruptEntry",
     "EmbeddedServerError",
+    "EndOfStream",
     "EntryMismatch",
     "EntryNotFound",
     "EntryTooLarge",
+    "EventLoopRunning",
     "IncompleteStore",
     "IndexOutOfRange",
     "InvalidIndex",
+    "PeerLost",
+    "PipeClosed",
+    "PipeTimeout",
+    "PortInUse",
+    "ProtocolError",
     "ServerError",
     "ServerTimeout",
     "ServerUnavailable",
     "StoreExists",
     "StoreNotFound",
     "TdioError",
+    "TransportUnavailable",
     "UnsupportedValue",
     "WrongStoreKind",
 ]
@@ -66,7 +74,7 @@ class EntryMismatch(TdioError, ValueError):
 
 
 class UnsupportedValue(TdioError, TypeError):
-    """A value of this type cannot be stored."""
+    """A value of this type cannot be stored or sent."""
 
 
 class EntryTooLarge(TdioError, ValueError):
@@ -86,7 +94,7 @@ class ServerUnavailable(TdioError, ConnectionError):
 
 
 class AuthenticationFailed(TdioError, ConnectionError):
-    """The server refused the user name or the password. Never retried."""
+    """The server refused the user name or the password, or the peer the key. Never retried."""
 
 
 class AccessDenied(TdioError, RuntimeError):
@@ -103,3 +111,35 @@ class ServerError(TdioError, RuntimeError):
 
 class EmbeddedServerError(TdioError, RuntimeError):
     """The embedded server could not be started."""
+
+
+class PeerLost(TdioError, ConnectionError):
+    """The other end of a pipe died, reset the connection, or closed it before it read everything."""
+
+
+class ProtocolError(TdioError, ValueError):
+    """The other end of a pipe sent what the protocol does not allow; the pipe is closed."""
+
+
+class EndOfStream(TdioError, EOFError):
+    """The other end of a pipe said that it sends no more; everything it sent was received."""
+
+
+class PipeClosed(TdioError, RuntimeError):
+    """The pipe was closed at this end."""
+
+
+class PipeTimeout(TdioError, TimeoutError):
+    """The other end of a pipe did not answer, read or send within the limit."""
+
+
+class PortInUse(TdioError, OSError):
+    """Another process, or another listener of this one, has the port."""
+
+
+class TransportUnavailable(TdioError, ImportError):
+    """The library that moves the messages of a pipe is not installed, or cannot work here."""
+
+
+class EventLoopRunning(TdioError, RuntimeError):
+    """A call that blocks was made inside a running event loop; await its twin instead."""
