@@ -1,4 +1,4 @@
-"""The stores against plain TensorDicts, local lazy stacks, and tensordict's own stores."""
+"""The stores against plain TensorDicts and local lazy stacks."""
 
 import os
 import pickle
@@ -9,7 +9,6 @@ import time
 
 import pytest
 import redis
-import tensordict.store as reference
 import torch
 from tensordict import TensorDict, lazy_stack, tensorclass
 
@@ -230,13 +229,6 @@ def test_a_ragged_batch_keeps_the_shape_of_each_element(ragged, episodes, index)
         same(element, episodes[i])
 
 
-def test_ragged_entries_are_upstreams(ragged, episodes, conn):
-    theirs = reference.LazyStackedTensorDictStore.from_store(td_id=ragged.td_id, **conn)
-    for i in (1, 5, 29):
-        same(theirs[i].to_tensordict(), episodes[i])
-    theirs.close()
-
-
 def test_element_writes(ragged, episodes):
     same_size = TensorDict(
         x=torch.ones(2, 2),
@@ -286,19 +278,12 @@ def test_stack_dims(conn, dim):
     elements = [TensorDict(a=torch.randn(3, 2, 5), batch_size=[3, 2]) for _ in range(7)]
     local = lazy_stack(elements, dim)
     ours = TensorDictStore.from_tensordict(local, **conn)
-    theirs = reference.TensorDictStore.from_tensordict(local, **conn)
-    theirs["b"] = local["a"] * 2
-    opened = LazyStackedTensorDictStore.from_store(td_id=theirs._td_id, **conn)
     dense = local.to_tensordict()
     for index in [0, [1, 2], slice(0, 2), (slice(None), 1), (..., 1), (0, 1, 1)]:
         assert torch.equal(ours[index]["a"], dense[index]["a"])
-        assert torch.equal(opened[index]["a"], dense[index]["a"])
-        assert torch.equal(opened[index]["b"], dense[index]["a"] * 2)
     ours[..., 1] = dense[..., 0]
     dense[..., 1] = dense[..., 0]
     same(ours.to_tensordict(), dense)
-    theirs.clear_redis()
-    theirs.close()
     ours.clear_redis()
 
 
@@ -309,18 +294,6 @@ def test_ragged_with_another_stack_dim(conn):
     assert torch.equal(got["a"], elements[2]["a"])
     assert [t["a"].shape for t in store[:, [3, 0]].tensordicts] == [(3, 4), (3, 1)]
     store.clear_redis()
-
-
-def test_interchange_of_a_plain_store(store, local, conn):
-    theirs = reference.TensorDictStore.from_store(td_id=store.td_id, **conn)
-    for key in [k for k in local.keys(True, True) if k != "empty"]:
-        assert torch.equal(theirs.get(key), local.get(key))
-    theirs.close()
-    local = local.exclude("empty")
-    theirs = reference.TensorDictStore.from_tensordict(local, **conn)
-    same(tdio.open_store(td_id=theirs._td_id, **conn).to_tensordict(), local)
-    theirs.clear_redis()
-    theirs.close()
 
 
 @tensorclass
