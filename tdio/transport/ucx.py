@@ -1,0 +1,251 @@
+"""Connections over UCX: connect, listen, and adopt an endpoint of ucxx."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes as c
+import errno
+import itertools
+import logging
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from tdio.errors import PeerLost, PipeClosed, PipeTimeout, PortInUse, ProtocolError
+from tdio.transport import ucx_lib as lib
+from tdio.transport.ucx_endpoint import UcxEndpoint
+from tdio.transport.ucx_handshake import (
+    Steps,
+    Wait,
+    drive,
+    drive_async,
+    handshake,
+    new_endpoint,
+    place,
+)
+from tdio.transport.ucx_worker import Worker
+
+__all__ = ["Listener", "connect", "connect_async", "listen"]
+
+log = logging.getLogger("tdio")
+
+#: How long a client that has connected may take for its half of the handshake, in seconds.
+HANDSHAKE_S = 5.0
+#: Waits between two attempts to connect, in seconds; the last one is repeated.
+_PAUSES_S = (0.01, 0.02, 0.05, 0.1, 0.2)
+
+
+def connect(host: str, port: int, timeout_s: float) -> UcxEndpoint:
+    """Connect to a listener; tries again until one answers.
+
+    Raises:
+        PeerLost: the host name is unknown.
+        PipeTimeout: nothing answered there within ``timeout_s`` seconds.
+        ProtocolError: what listens does not speak ucxx's handshake.
+        TransportUnavailable: ucxx is missing, or this process is a forked child.
+    """
+    with _resolving(host, port):
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return drive(_connecting(place(host, port), found, timeout_s))
+
+
+async def connect_async(host: str, port: int, timeout_s: float) -> UcxEndpoint:
+    """The same for a coroutine; may be cancelled.
+
+    Raises:
+        PeerLost: the host name is unknown.
+        PipeTimeout: nothing answered there within ``timeout_s`` seconds.
+        ProtocolError: what listens does not speak ucxx's handshake.
+        TransportUnavailable: ucxx is missing, or this process is a forked child.
+    """
+    with _resolving(host, port):
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return await drive_async(_connecting(place(host, port), found, timeout_s))
+
+
+class _resolving:  # noqa: N801
+    """A name that no resolver knows is a peer that is not there."""
+
+    def __init__(self, host: str, port: int):
+        self._host, self._where = host, place(host, port)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, OSError):
+            raise PeerLost(
+                f"the host name {self._host!r} of {self._where} is unknown ({error})"
+            ) from error
+
+
+def _connecting(where: str, found: list[Any], timeout_s: float) -> Steps[UcxEndpoint]:
+    """Try every address of the host in turn, again and again."""
+    deadline = time.monotonic() + timeout_s
+    reason: Exception | None = None
+    why = ""
+    for count in itertools.count():
+        family, _, _, _, address = found[count % len(found)]
+        endpoint = _dial(where, lib.pack_address(family, address))
+        if isinstance(endpoint, int):
+            why = lib.ucp().text(endpoint)
+        else:
+            try:
+                return (yield from handshake(endpoint, max(0.0, deadline - time.monotonic())))
+            except (PeerLost, PipeTimeout) as error:
+                reason, why = error, str(error)
+        left = deadline - time.monotonic()
+        if left <= 0:
+            break
+        yield Wait(min(left, _PAUSES_S[min(count // len(found), len(_PAUSES_S) - 1)]))
+    raise PipeTimeout(
+        f"nothing answered at {where} within {timeout_s:g} s ({why}); is the other side "
+        "listening, and are host and port right?"
+    ) from reason
+
+
+def _dial(where: str, address: bytes) -> Any:
+    raw = c.create_string_buffer(address, len(address))
+    target = lib.SockAddr(c.addressof(raw), len(address))
+    mask = lib.EP_ADDRESS | lib.EP_FLAGS
+    return new_endpoint(Worker(), where, False, mask, flags=lib.CLIENT_SERVER, sockaddr=target)
+
+
+class Listener:
+    """A port on which peers are waited for.
+
+    Attributes:
+        host: the address that is bound.
+        port: its port, also where 0 was asked for.
+
+    Raises:
+        PortInUse: something else listens there.
+        PeerLost: the host name is unknown.
+        TransportUnavailable: ucxx is missing, or this process is a forked child.
+    """
+
+    def __init__(self, host: str, port: int):
+        self.host, self.port = host, port
+        with _resolving(host, port):
+            found = socket.getaddrinfo(
+                host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )
+        # One listener has one address: of a name with several, the IPv4 one.
+        family, _, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
+        self._worker: Worker | None = Worker()
+        requests: deque[int] = deque()
+        self._requests = requests
+        # UCX keeps the pointer: the callback lives as long as the listener.
+        self._callback = lib.ConnCallback(lambda request, _: requests.append(request))
+        self._listener: Any = None
+        try:
+            self._listener = self._bind(self._worker, lib.pack_address(family, address))
+        except BaseException:
+            self._worker.close()
+            raise
+        attr = lib.ListenerAttr(mask=lib.LISTENER_ADDRESS)
+        self._worker.api.listener_query(self._listener, c.byref(attr))
+        self.host, self.port = lib.unpack_address(lib.field_bytes(attr, "sockaddr"))
+
+    def _bind(self, worker: Worker, address: bytes) -> c.c_void_p:
+        raw = c.create_string_buffer(address, len(address))
+        params = lib.ListenerParams(
+            mask=lib.LISTENER_ADDRESS | lib.LISTENER_HANDLER,
+            sockaddr=lib.SockAddr(c.addressof(raw), len(address)),
+            conn_handler=lib.Handler(c.cast(self._callback, c.c_void_p), None),
+        )
+        listener = c.c_void_p()
+        status = worker.api.listener_create(worker.handle, c.byref(params), c.byref(listener))
+        where = place(self.host, self.port)
+        if status == lib.ERR_BUSY:
+            raise PortInUse(
+                f"{where} is in use ({errno.errorcode[errno.EADDRINUSE]}); listen on another port, "
+                "or on 0 for a free one"
+            )
+        if status != lib.OK:
+            raise OSError(f"cannot listen on {where}: {worker.api.text(status)}")
+        return listener
+
+    @property
+    def name(self) -> str:
+        """Where it listens, for errors."""
+        return f"listening on {place(self.host, self.port)}"
+
+    def accept(self, timeout_s: float | None) -> UcxEndpoint:
+        """Wait for the next peer. One that fails in the handshake is logged and passed over.
+
+        Raises:
+            PipeTimeout: none came within ``timeout_s`` seconds; None waits for ever.
+            PipeClosed: the listener was closed.
+        """
+        return drive(self._accepting(timeout_s))
+
+    async def accept_async(self, timeout_s: float | None) -> UcxEndpoint:
+        """The same for a coroutine; may be cancelled.
+
+        Raises:
+            PipeTimeout: none came within ``timeout_s`` seconds; None waits for ever.
+            PipeClosed: the listener was closed.
+        """
+        return await drive_async(self._accepting(timeout_s))
+
+    def _accepting(self, timeout_s: float | None) -> Steps[UcxEndpoint]:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            yield Wait(left, self, self._called)
+            request = self._requests.popleft()
+            made = new_endpoint(Worker(), self.name, True, lib.EP_REQUEST, conn_request=request)
+            if isinstance(made, int):
+                log.warning("%s: a client was gone before it was accepted", self.name)
+                continue
+            try:
+                return (yield from handshake(made, HANDSHAKE_S))
+            except (PeerLost, PipeTimeout, ProtocolError) as error:
+                log.warning("%s: a client was refused: %s", self.name, error)
+
+    def _called(self) -> bool:
+        return bool(self._open() and self._requests)
+
+    def _open(self) -> Worker:
+        if self._worker is None:
+            raise PipeClosed(f"{self.name}: the listener is closed")
+        return self._worker
+
+    def wait(self, ready: Callable[[], bool], timeout_s: float | None) -> None:
+        """Block until ``ready()`` is true; see ``accept``."""
+        self._open().wait(ready, timeout_s, self.name)
+
+    async def wait_async(self, ready: Callable[[], bool], timeout_s: float | None) -> None:
+        """The same for a coroutine."""
+        await self._open().wait_async(ready, timeout_s, self.name)
+
+    def close(self) -> None:
+        """Free the port and refuse the clients that wait; accepted connections go on."""
+        worker, self._worker = self._worker, None
+        if worker is None or not worker.usable:
+            return
+        if self._listener is not None:
+            worker.progress()
+            while self._requests:
+                worker.api.listener_reject(self._listener, self._requests.popleft())
+            worker.api.listener_destroy(self._listener)
+        worker.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_worker", None) is not None:
+            self.close()
+
+
+def listen(host: str, port: int) -> Listener:
+    """Listen on an address; port 0 takes a free one, which ``.port`` tells.
+
+    Raises:
+        PortInUse: something else listens there.
+        PeerLost: the host name is unknown.
+        TransportUnavailable: ucxx is missing, or this process is a forked child.
+    """
+    return Listener(host, port)

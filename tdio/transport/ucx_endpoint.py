@@ -1,0 +1,322 @@
+"""An endpoint of UCX as pipes see it: messages by tag, sizes before buffers."""
+
+from __future__ import annotations
+
+import ctypes as c
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from tdio.errors import PeerLost, PipeClosed, ProtocolError
+from tdio.transport import ucx_lib as lib
+from tdio.transport.endpoint import Endpoint, Transfer
+from tdio.transport.ucx_worker import Worker, check_fork, failure, forget, lost
+
+T = TypeVar("T")
+#: How long ``close`` drives UCX to get the word out that it closes, in seconds.
+CLOSE_S = 0.2
+
+
+def _param(memory_type: int, info: lib.TagInfo | None = None) -> Any:
+    param = lib.OpParam(mask=lib.OP_MEMORY_TYPE, memory_type=memory_type)
+    if info is not None:
+        param.mask |= lib.OP_RECV_INFO
+        param.recv_info = c.addressof(info)
+    return c.pointer(param)
+
+
+_SEND = {False: _param(lib.HOST_MEMORY), True: _param(lib.CUDA_MEMORY)}
+
+
+def address(buffer: Any, writable: bool = False) -> tuple[int, int, bool]:
+    """Where a buffer is, how many bytes it has, and whether that is on a CUDA device.
+
+    Raises:
+        TypeError: it is neither a tensor nor has it the buffer protocol, or it is read-only and
+            is to be written.
+        ValueError: its elements are not contiguous.
+    """
+    if isinstance(buffer, torch.Tensor):
+        if not buffer.is_contiguous():
+            raise ValueError(f"a tensor of strides {buffer.stride()} is not contiguous")
+        return buffer.data_ptr(), buffer.nbytes, buffer.is_cuda
+    view = memoryview(buffer)
+    if writable and view.readonly:
+        raise TypeError(f"cannot receive into a read-only {type(buffer).__name__}")
+    if not view.contiguous:
+        raise ValueError("the buffer is not contiguous")
+    if not view.nbytes:
+        return 0, 0, False
+    place = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+    return place, view.nbytes, False
+
+
+class UcxTransfer(Transfer):
+    """One message, with its buffer, which lives until UCX is done with it."""
+
+    __slots__ = ("_buffer", "_endpoint", "_error", "_request", "nbytes")
+
+    def __init__(self, endpoint: UcxEndpoint, buffer: Any, nbytes: int):
+        self._endpoint = endpoint
+        self._buffer = buffer
+        self._error: Exception | None = None
+        self._request: int | None = None
+        self.nbytes = nbytes
+
+    def start(self, request: int | None) -> None:
+        """Take what UCX returned: nothing (done), a request under way, or an error."""
+        if request is None:
+            self._buffer = None
+        elif request >= lib.FIRST_ERROR:
+            self._fail(request - (1 << 64))
+        else:
+            self._request = request
+            self._endpoint.pending.add(self)
+
+    def _fail(self, status: int) -> None:
+        self._buffer = None
+        endpoint = self._endpoint
+        if status == lib.ERR_MESSAGE_TRUNCATED:
+            self._error = ProtocolError(
+                f"{endpoint.name}: a message is longer than the buffer for it, {self.nbytes} bytes"
+            )
+        else:
+            self._error = lost(endpoint.api, endpoint.name, failure(endpoint.key) or status)
+
+    @property
+    def done(self) -> bool:
+        """Whether the buffer is free again: the message arrived, left, or failed."""
+        if self._request is None:
+            return True
+        return self._check()
+
+    def _check(self) -> bool:
+        endpoint = self._endpoint
+        status = endpoint.api.request_check_status(self._request)
+        if status == lib.IN_PROGRESS:
+            return False
+        if status == lib.OK:
+            self._received()
+        else:
+            self._fail(status)
+        endpoint.api.request_free(self._request)
+        self._release()
+        return True
+
+    def _received(self) -> None:
+        """Note the size of what came, where it was a receive."""
+
+    def _release(self) -> None:
+        self._request = self._buffer = None
+        self._endpoint.pending.discard(self)
+
+    def abandon(self, error: Exception) -> None:
+        """End the transfer of an endpoint that is closed and no longer touches the buffer."""
+        self._error = error
+        self._release()
+
+    def result(self) -> int:
+        """Return the size of the message in bytes.
+
+        Raises:
+            PeerLost: the connection was lost before the message had passed.
+            ProtocolError: the message was longer than the buffer.
+            PipeClosed: the endpoint was closed meanwhile.
+        """
+        if not self.done:
+            raise RuntimeError(f"{self._endpoint.name}: the transfer is still under way")
+        if self._error is not None:
+            raise self._error
+        return self.nbytes
+
+
+class _Receive(UcxTransfer):
+    __slots__ = ()
+
+    def _received(self) -> None:
+        endpoint = self._endpoint
+        endpoint.api.tag_recv_request_test(self._request, endpoint.info_pointer)
+        self.nbytes = endpoint.info.length
+
+
+class UcxEndpoint(Endpoint):
+    """A connection over UCX.
+
+    Args:
+        worker: what drives it; the endpoint owns it.
+        handle: UCX's endpoint.
+        key: under which UCX reports its failure.
+    """
+
+    def __init__(self, worker: Worker, handle: int, key: int, name: str, accepted: bool):
+        self._worker: Worker | None = worker
+        self._handle = handle
+        self.key = key
+        self.name = name
+        self.accepted = accepted
+        self.api = api = worker.api
+        self.pending: set[UcxTransfer] = set()
+        self._kept: list[Any] = []
+        self.info = lib.TagInfo()
+        self.info_pointer = c.pointer(self.info)
+        self._recv = {
+            cuda: _param(lib.CUDA_MEMORY if cuda else lib.HOST_MEMORY, self.info)
+            for cuda in (False, True)
+        }
+        self._tag_send, self._tag_recv, self._tag_probe = (
+            api.tag_send_nbx,
+            api.tag_recv_nbx,
+            api.tag_probe_nb,
+        )
+        self._send_tag = self._recv_tag = 0
+
+    def agree(self, send_tag: int, recv_tag: int, tdio_peer: bool) -> None:
+        """Set what the two ends agreed on."""
+        self._send_tag, self._recv_tag, self.tdio_peer = send_tag, recv_tag, tdio_peer
+
+    @property
+    def handle(self) -> int:
+        """UCX's endpoint."""
+        self._open()
+        return self._handle
+
+    def _open(self) -> Worker:
+        worker = self._worker
+        if worker is None:
+            raise PipeClosed(f"{self.name}: this end is closed")
+        if not worker.usable:
+            check_fork()
+        return worker
+
+    def failure(self) -> int | None:
+        """The error code under which UCX gave the connection up, if it has."""
+        return failure(self.key)
+
+    def keep(self, thing: T) -> T:
+        """Keep alive what UCX holds a pointer to, as long as the endpoint."""
+        self._kept.append(thing)
+        return thing
+
+    def _lost(self) -> PeerLost | None:
+        status = failure(self.key)
+        return None if status is None else lost(self.api, self.name, status)
+
+    def send(self, buffer: Any, channel: int = 0) -> UcxTransfer:
+        """Start to send a message. ``buffer`` must not change before the transfer is done.
+
+        Raises:
+            PeerLost: the connection is lost.
+            PipeClosed: this end is closed.
+        """
+        self._open()
+        if failure(self.key) is not None and (error := self._lost()):
+            raise error
+        place, nbytes, cuda = address(buffer)
+        transfer = UcxTransfer(self, buffer, nbytes)
+        tag = self._send_tag + channel
+        transfer.start(self._tag_send(self._handle, place, nbytes, tag, _SEND[cuda]))
+        return transfer
+
+    def probe(self, channel: int = 0) -> int | None:
+        """Return the size of the next message that has begun to arrive, or None.
+
+        Raises:
+            PeerLost: no message is left and the connection is lost.
+            PipeClosed: this end is closed.
+        """
+        worker = self._open()
+        if self._peek(worker, channel):
+            return int(self.info.length)
+        worker.progress()
+        if self._peek(worker, channel):
+            return int(self.info.length)
+        if error := self._lost():
+            raise error
+        return None
+
+    def _peek(self, worker: Worker, channel: int) -> Any:
+        tag = self._recv_tag + channel
+        return self._tag_probe(worker.handle, tag, lib.FULL_MASK, 0, self.info_pointer)
+
+    def recv(self, buffer: Any, channel: int = 0) -> UcxTransfer:
+        """Start to receive the next message into ``buffer``, which is at least as large.
+
+        Raises:
+            PipeClosed: this end is closed.
+            TypeError: the buffer cannot be written to.
+        """
+        worker = self._open()
+        place, nbytes, cuda = address(buffer, writable=True)
+        transfer = _Receive(self, buffer, nbytes)
+        tag = self._recv_tag + channel
+        request = self._tag_recv(worker.handle, place, nbytes, tag, lib.FULL_MASK, self._recv[cuda])
+        if request is None:
+            transfer.nbytes = self.info.length
+        transfer.start(request)
+        return transfer
+
+    def _ready_or_lost(self, ready: Callable[[], bool]) -> Callable[[], bool]:
+        """``ready``, or an error once the connection is lost and all that came is taken in."""
+        key = self.key
+
+        def check() -> bool:
+            if ready():
+                return True
+            if failure(key) is None:
+                return False
+            self._open().progress()
+            if ready():
+                return True
+            raise lost(self.api, self.name, failure(key) or 0)
+
+        return check
+
+    def wait(self, ready: Callable[[], bool], timeout_s: float | None) -> None:
+        """Block until ``ready()`` is true.
+
+        Raises:
+            PeerLost: the connection was lost first.
+            PipeTimeout: not within ``timeout_s`` seconds; None waits for ever.
+            PipeClosed: this end is closed.
+        """
+        self._open().wait(self._ready_or_lost(ready), timeout_s, self.name)
+
+    async def wait_async(self, ready: Callable[[], bool], timeout_s: float | None) -> None:
+        """The same for a coroutine; may be cancelled, which leaves the transfers under way.
+
+        Raises:
+            PeerLost: the connection was lost first.
+            PipeTimeout: not within ``timeout_s`` seconds; None waits for ever.
+            PipeClosed: this end is closed.
+        """
+        await self._open().wait_async(self._ready_or_lost(ready), timeout_s, self.name)
+
+    def flush(self) -> UcxTransfer:
+        """Start to wait until everything that was sent has reached the peer's UCX."""
+        self._open()
+        transfer = UcxTransfer(self, None, 0)
+        transfer.start(self.api.ep_flush_nbx(self._handle, _SEND[False]))
+        return transfer
+
+    def close(self) -> None:
+        """Drop the connection at once. Buffers under way are free when this returns."""
+        worker, self._worker = self._worker, None
+        if worker is None or not worker.usable:
+            return
+        param = lib.OpParam(mask=lib.OP_FLAGS, flags=lib.FORCE_CLOSE)
+        closing = self.api.ep_close_nbx(self._handle, c.byref(param))
+        worker.run(closing, CLOSE_S)
+        for transfer in list(self.pending):
+            if not transfer.done:
+                self.api.request_cancel(worker.handle, transfer._request)
+        worker.progress()
+        worker.close()
+        for transfer in list(self.pending):
+            transfer.abandon(PipeClosed(f"{self.name}: this end was closed during the transfer"))
+        forget(self.key)
+
+    def __del__(self) -> None:
+        if getattr(self, "_worker", None) is not None:
+            self.close()
