@@ -15,6 +15,7 @@ from tensordict._nestedkey import NestedKey
 from tensordict.base import (
     _ACCEPTED_CLASSES,
     NO_DEFAULT,
+    _is_leaf_nontensor,
     _register_tensor_class,
     is_tensor_collection,
 )
@@ -31,6 +32,7 @@ from tdio.layout.paths import nest
 
 __all__ = [
     "NO_DEFAULT",
+    "REBUILDABLE",
     "_ACCEPTED_CLASSES",
     "_LOCK_ERROR",
     "LazyStackedTensorDict",
@@ -39,6 +41,7 @@ __all__ = [
     "TensorDictBase",
     "_NoShapeOps",
     "_NoVmap",
+    "_is_leaf_nontensor",
     "_is_tensorclass",
     "_register_tensor_class",
     "_unravel_key_to_tuple",
@@ -49,7 +52,7 @@ __all__ = [
 ]
 
 #: The dtypes that tensordict can rebuild from its consolidated metadata (float8 is not among them).
-_REBUILDABLE = frozenset(_STR_DTYPE_TO_DTYPE.values())
+REBUILDABLE = frozenset(_STR_DTYPE_TO_DTYPE.values())
 
 
 def build(
@@ -82,7 +85,7 @@ def consolidated(
         device: device of the TensorDict, None for none.
     """
     td = build({path: slot.view(storage) for path, slot in slots.items()}, batch, device)
-    if all(slot.dtype in _REBUILDABLE for slot in slots.values()):
+    if all(slot.dtype in REBUILDABLE for slot in slots.values()):
         _mark(td, nest(dict(slots)), storage, list(batch), device, None)
     return td
 
