@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import tensordict.base
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from tensordict._base.unsupported import _NoShapeOps, _NoVmap
@@ -49,6 +50,7 @@ __all__ = [
     "consolidated",
     "is_non_tensor",
     "is_tensor_collection",
+    "tensorclass_named",
 ]
 
 #: The dtypes that tensordict can rebuild from its consolidated metadata (float8 is not among them).
@@ -125,3 +127,12 @@ def _mark(
             )
     td._consolidated = state
     return metadata
+
+
+def tensorclass_named(text: str) -> Any:
+    """Return the tensorclass whose ``str`` is ``text`` if it is defined by now, else None."""
+    # The tuple is replaced each time that a class is defined: look at the module's own.
+    for known in tensordict.base._ACCEPTED_CLASSES:
+        if str(known) == text and _is_tensorclass(known):
+            return known
+    return None
