@@ -73,5 +73,9 @@ class Endpoint(ABC):
         """The same for a coroutine; may be cancelled, which leaves the transfers under way."""
 
     @abstractmethod
+    def flush(self) -> Transfer:
+        """Start to wait until everything that was sent has reached the other end's transport."""
+
+    @abstractmethod
     def close(self) -> None:
         """Drop the connection at once; buffers of transfers under way are kept until it is safe."""

@@ -1,0 +1,159 @@
+"""``TensorDictServer``: a port, and a pipe for each client that comes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from tdio.errors import PipeClosed, PipeTimeout, TdioError
+from tdio.pipe.opening import read_key, ucx
+from tdio.pipe.pipe import CLOSE_TIMEOUT_S, TensorDictPipe
+from tdio.transport.tasks import Tasks
+
+log = logging.getLogger("tdio")
+
+#: How often a server that waits looks whether it was closed, in seconds.
+_LOOK_S = 0.25
+#: How long a client may take to prove that it holds the key, in seconds.
+_AUTH_S = 10.0
+
+
+class TensorDictServer:
+    """Accepts clients and gives a ``TensorDictPipe`` for each.
+
+    With ``serve(on_connect)`` each client has a task of its own: its pipe is closed when
+    ``on_connect`` returns, and dropped, so that the client sees an error and no clean end, when it
+    raises; the exception is logged and the server goes on. With ``async for pipe in server`` the
+    pipes are yours to close.
+
+    ``close`` frees the port at once and lets the handlers go on; ``serve`` returns when they have
+    ended. ``aclose`` waits for them too, and cancels those that take longer than its timeout.
+
+    Args:
+        port: 0 for any that is free; ``port`` tells it once ``start`` was called.
+        consolidated: as of the pipes.
+        host: the address of the interface to listen on; None for all of IPv4.
+        auth_key: as of the pipes; a client without it is refused, with a warning in the log.
+        options: other arguments of ``TensorDictPipe``.
+
+    Raises:
+        ValueError: the key is empty.
+
+    Example:
+        >>> import asyncio
+        >>> from tdio import TensorDictPipe, TensorDictServer
+        >>> async def main():
+        ...     async def handler(pipe):
+        ...         async for td in pipe:
+        ...             print(td["obs"].shape)
+        ...     server = TensorDictServer(13337)
+        ...     await server.serve(handler)  # until server.close()
+    """
+
+    def __init__(
+        self,
+        port: int,
+        *,
+        consolidated: bool = True,
+        host: str | None = None,
+        auth_key: bytes | str | Path | None = None,
+        **options: Any,
+    ):
+        self._options = {"consolidated": consolidated, "auth_key": read_key(auth_key), **options}
+        self.host, self.port = host or "0.0.0.0", port
+        self._listener: Any = None
+        self._tasks = Tasks()
+        self._closed = False
+
+    def start(self) -> TensorDictServer:
+        """Listen, so that clients can connect; ``serve`` and ``async for`` do it too.
+
+        Raises:
+            PortInUse: something else listens there.
+            PipeClosed: the server was closed.
+            TransportUnavailable: ucxx is not installed, or cannot work in this process.
+        """
+        if self._closed:
+            raise PipeClosed(f"the server on port {self.port} is closed; make a new one")
+        if self._listener is None:
+            self._listener = ucx().listen(self.host, self.port)
+            self.host, self.port = self._listener.host, self._listener.port
+        return self
+
+    async def _accept(self) -> TensorDictPipe | None:
+        """Return the pipe of the next client, None when the server is closed."""
+        while not self._closed:
+            try:
+                endpoint = await self._listener.accept_async(_LOOK_S)
+            except PipeTimeout:
+                continue
+            except PipeClosed:
+                break
+            return TensorDictPipe(endpoint, **self._options)
+        return None
+
+    async def serve(self, on_connect: Callable[[TensorDictPipe], Awaitable[None]]) -> None:
+        """Run ``on_connect`` on the pipe of each client, until ``close`` is called.
+
+        Args:
+            on_connect: a coroutine function. Its exception is logged and ends its pipe only.
+
+        Raises:
+            PortInUse: something else listens on the port.
+            TransportUnavailable: ucxx is not installed, or cannot work in this process.
+        """
+        self.start()
+        try:
+            while (pipe := await self._accept()) is not None:
+                self._tasks.start(_handle(pipe, on_connect), f"the handler of {pipe.name}")
+            await self._tasks.finish(None)
+        finally:
+            # Reached with tasks left when serve itself is cancelled.
+            self.close()
+            self._tasks.cancel()
+
+    async def __aiter__(self) -> AsyncIterator[TensorDictPipe]:
+        """Yield the pipe of each client, until ``close`` is called."""
+        self.start()
+        while (pipe := await self._accept()) is not None:
+            try:
+                await pipe._authenticate_async(_AUTH_S)
+            except TdioError as error:
+                log.warning("a client was refused: %s", error)
+            else:
+                yield pipe
+
+    def close(self) -> None:
+        """Stop accepting and free the port. Handlers and pipes go on."""
+        self._closed = True
+        if self._listener is not None:
+            self._listener.close()
+
+    async def aclose(self, timeout: float = CLOSE_TIMEOUT_S) -> None:
+        """``close``, then wait for the handlers.
+
+        Args:
+            timeout: those that take longer, in seconds, are cancelled and their pipes dropped.
+        """
+        self.close()
+        await self._tasks.finish(timeout)
+
+    async def __aenter__(self) -> TensorDictServer:
+        return self.start()
+
+    async def __aexit__(self, *args: Any) -> None:
+        await self.aclose()
+
+
+async def _handle(
+    pipe: TensorDictPipe, on_connect: Callable[[TensorDictPipe], Awaitable[None]]
+) -> None:
+    try:
+        await pipe._authenticate_async(_AUTH_S)
+    except TdioError as error:
+        log.warning("a client was refused: %s", error)
+        return
+    async with pipe:
+        await on_connect(pipe)

@@ -1,0 +1,135 @@
+"""Where pipes meet threads and event loops: turns, kept tasks, and no blocking inside a loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any
+
+from tdio.errors import EventLoopRunning, PipeTimeout
+
+log = logging.getLogger("tdio")
+
+
+def refuse_in_loop(call: str, instead: str) -> None:
+    """Raise at once where a call that blocks would stop a running event loop.
+
+    Raises:
+        EventLoopRunning: a loop runs in this thread.
+    """
+    if asyncio._get_running_loop() is not None:
+        raise EventLoopRunning(
+            f"{call} blocks, and an event loop is running in this thread; use {instead}"
+        )
+
+
+class Turn:
+    """One at a time, in order of arrival, for threads and coroutines alike."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._taken = False
+        self._waiting: deque[Future[None]] = deque()
+
+    def _enter(self) -> Future[None] | None:
+        with self._lock:
+            if not self._taken:
+                self._taken = True
+                return None
+            future: Future[None] = Future()
+            self._waiting.append(future)
+            return future
+
+    def acquire(self, timeout_s: float | None, what: str) -> None:
+        """Wait for the turn.
+
+        Raises:
+            PipeTimeout: not within ``timeout_s`` seconds.
+        """
+        future = self._enter()
+        if future is None:
+            return
+        try:
+            future.result(timeout_s)
+        except BaseException as error:
+            self._leave(future)
+            if isinstance(error, TimeoutError):
+                raise PipeTimeout(_busy(what, timeout_s)) from None
+            raise
+
+    async def acquire_async(self, timeout_s: float | None, what: str) -> None:
+        """The same for a coroutine; may be cancelled."""
+        future = self._enter()
+        if future is None:
+            return
+        try:
+            await asyncio.wait_for(asyncio.wrap_future(future), timeout_s)
+        except BaseException as error:
+            self._leave(future)
+            if isinstance(error, (TimeoutError, asyncio.TimeoutError)):
+                raise PipeTimeout(_busy(what, timeout_s)) from None
+            raise
+
+    def _leave(self, future: Future[None]) -> None:
+        """Give up a place in the line, or the turn if it came meanwhile."""
+        if not future.cancel() and not future.cancelled():
+            self.release()
+
+    def release(self) -> None:
+        """Let the next one have its turn."""
+        with self._lock:
+            while self._waiting:
+                future = self._waiting.popleft()
+                if future.set_running_or_notify_cancel():
+                    future.set_result(None)
+                    return
+            self._taken = False
+
+
+def _busy(what: str, timeout_s: float | None) -> str:
+    return f"{what} waited {timeout_s:g} s for another call on the same pipe to end"
+
+
+class Tasks:
+    """Tasks that are kept until they end; an error of one is logged and hurts no other."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, work: Coroutine[Any, Any, None], what: str) -> None:
+        """Run ``work`` beside the others."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+
+        def ended(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            if not task.cancelled() and (error := task.exception()) is not None:
+                log.error("%s failed: %s", what, error, exc_info=error)
+
+        task.add_done_callback(ended)
+
+    def cancel(self) -> None:
+        """Ask all of them to stop."""
+        for task in list(self._tasks):
+            task.cancel()
+
+    async def finish(self, timeout_s: float | None) -> None:
+        """Wait for all of them; cancel those that take longer than ``timeout_s`` seconds."""
+        own = asyncio.current_task()
+        tasks = {task for task in self._tasks if task is not own}
+        if not tasks:
+            return
+        _, late = await asyncio.wait(tasks, timeout=timeout_s)
+        for task in late:
+            task.cancel()
+        if late:
+            await asyncio.wait(late, timeout=timeout_s)
+
+
+async def let_others_run() -> None:
+    """Give the loop a turn: a coroutine that never has to wait would keep it to itself."""
+    await asyncio.sleep(0)
