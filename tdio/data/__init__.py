@@ -1,6 +1,19 @@
-"""What a training loop touches: datasets and collate functions."""
+"""What a training loop touches: datasets, collate functions, samplers."""
 
-from tdio.data.collate import tensordict_collate
+from tdio.data.collate import (
+    collate_lazy,
+    collate_nested,
+    collate_pad,
+    collate_stack,
+    tensordict_collate,
+)
 from tdio.data.dataset import StoreDataset
 
-__all__ = ["StoreDataset", "tensordict_collate"]
+__all__ = [
+    "StoreDataset",
+    "collate_lazy",
+    "collate_nested",
+    "collate_pad",
+    "collate_stack",
+    "tensordict_collate",
+]

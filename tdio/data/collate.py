@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tensordict import TensorDict, TensorDictBase, lazy_stack
+import torch
+from tensordict import (
+    LazyStackedTensorDict,
+    NonTensorStack,
+    TensorDict,
+    TensorDictBase,
+    is_tensor_collection,
+)
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data._utils.collate import default_collate_fn_map
+
+from tdio.data.batches import flat_leaves, one_storage, stack_leaves
+from tdio.errors import EntryMismatch, EntryNotFound
+from tdio.layout.paths import SEPARATOR, Key, path_of
+
+Number = int | float | bool
 
 
 def tensordict_collate(batch: Any) -> Any:
-    """Return a ready batch unchanged, and stack a list of samples.
+    """Return a ready batch as it is, stack samples of one shape, lazily stack others.
 
     Args:
         batch: what a ``DataLoader`` hands over: the batch that ``__getitems__`` returned, or a
-            list of TensorDicts, batch size ``[*]`` each.
+            list of B TensorDicts or tensorclasses, batch size ``[*]`` each.
 
     Returns:
-        A TensorDict ``[B, *]``, consolidated if its leaves share one storage; a lazy stack where
-        the samples differ in shape.
+        A TensorDict ``[B, *]`` whose leaves share one storage; a lazy stack where the samples
+        differ in shape. A ready batch is copied only if its leaves do not share a storage.
 
     Raises:
         TypeError: neither of the two.
@@ -30,17 +45,280 @@ def tensordict_collate(batch: Any) -> Any:
         >>> tensordict_collate(samples)["x"].shape
         torch.Size([2, 2])
     """
-    if isinstance(batch, TensorDictBase):
+    if isinstance(batch, LazyStackedTensorDict):
         return batch
-    if not isinstance(batch, (list, tuple)) or not all(
-        isinstance(sample, TensorDictBase) for sample in batch
+    if is_tensor_collection(batch):
+        return one_storage(batch)
+    samples = _samples(batch)
+    return collate_stack(samples) if not _differing(samples) else collate_lazy(samples)
+
+
+def collate_stack(batch: Any) -> Any:
+    """Stack samples of one shape.
+
+    Args:
+        batch: as in ``tensordict_collate``.
+
+    Returns:
+        A TensorDict or tensorclass ``[B, *]`` whose leaves share one storage.
+
+    Raises:
+        EntryMismatch: samples differ in the shape of an entry, or in their entries.
+        TypeError: not a batch.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from tdio import collate_stack
+        >>> batch = collate_stack([TensorDict(x=torch.zeros(2)), TensorDict(x=torch.ones(2))])
+        >>> batch.batch_size, batch.is_consolidated()
+        (torch.Size([2]), True)
+    """
+    if is_tensor_collection(batch) and not isinstance(batch, LazyStackedTensorDict):
+        return one_storage(batch)
+    samples = _samples(batch)
+    for path, shapes in _differing(samples).items():
+        raise EntryMismatch(
+            f"the samples differ in the shape of {path!r} ({shapes[0]} and {shapes[1]}), so they "
+            "cannot be stacked; use collate_pad, collate_nested or collate_lazy"
+        )
+    flats = [flat_leaves(sample) for sample in samples]
+    first = flats[0]
+    if first is not None and all(
+        flat is not None and flat.keys() == first.keys() for flat in flats
+    ):
+        columns = {path: [flat[path] for flat in flats] for path in first}  # type: ignore[index]
+        if all(leaf.dtype == c[0].dtype for c in columns.values() for leaf in c):
+            return stack_leaves(columns, samples[0], len(samples))
+    return one_storage(_combine(samples, lambda path, leaves: torch.stack(leaves)))
+
+
+def collate_lazy(batch: Any) -> Any:
+    """Stack samples lazily: each keeps its own shapes.
+
+    Args:
+        batch: as in ``tensordict_collate``.
+
+    Returns:
+        A ``LazyStackedTensorDict`` ``[B, *]`` of the samples (views, no copy); a ready batch as
+        it is. It crosses from worker to trainer, and is pinned, as one storage.
+
+    Raises:
+        TypeError: not a batch.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from tdio import collate_lazy
+        >>> batch = collate_lazy([TensorDict(x=torch.zeros(2)), TensorDict(x=torch.ones(5))])
+        >>> [element["x"].shape[0] for element in batch.unbind(0)]
+        [2, 5]
+    """
+    if is_tensor_collection(batch):
+        return batch if isinstance(batch, LazyStackedTensorDict) else one_storage(batch)
+    return LazyStackedTensorDict.lazy_stack(_samples(batch), 0)
+
+
+def collate_pad(
+    batch: Any,
+    *,
+    keys: Sequence[Key] | None = None,
+    padding_value: Number | Mapping[Key, Number] = 0,
+    padding_side: str | Mapping[Key, str] = "right",
+    mask: str | None = "mask",
+    lengths: str | None = "lengths",
+) -> TensorDict:
+    """Pad entries along their first dim below the sample's batch size, and stack them.
+
+    Which entries are padded does not depend on the data, so every batch has the same entries.
+    Pass arguments with ``functools.partial``.
+
+    Args:
+        batch: as in ``tensordict_collate``.
+        keys: the entries to pad (``dataset.ragged_keys``); None: all that have such a dim.
+            Others are stacked.
+        padding_value: one for all, or one for each key (0 for those left out).
+        padding_side: ``"right"`` or ``"left"``; one for all, or one for each key.
+        mask: name of the nested tensordict of masks, bool ``[B, *, T]``, True where data is; None
+            for none.
+        lengths: name of the nested tensordict of lengths, int64 ``[B, *]``; None for none.
+
+    Returns:
+        A TensorDict ``[B, *]`` whose leaves share one storage: padded entries ``[B, *, T, ...]``
+        with T the longest of the batch, the others, and ``mask`` and ``lengths`` with an entry
+        of the same key for each padded one.
+
+    Raises:
+        EntryNotFound: a key that the samples do not have.
+        EntryMismatch: samples differ in another dim, or in their entries.
+        TypeError: not a batch.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from tdio import collate_pad
+        >>> batch = collate_pad([TensorDict(x=torch.ones(1)), TensorDict(x=torch.ones(3))])
+        >>> batch["x"].tolist(), batch["lengths", "x"].tolist()
+        ([[1.0, 0.0, 0.0], [1.0, 1.0, 1.0]], [1, 3])
+        >>> batch["mask", "x"].tolist()
+        [[True, False, False], [True, True, True]]
+    """
+    samples = _samples(batch)
+    inner = len(_inner(samples))
+    chosen = _chosen(samples, keys, inner)
+    if set(map(path_of, (n for n in (mask, lengths) if n is not None))) & set(chosen):
+        raise EntryMismatch(f"the samples have an entry {mask!r} or {lengths!r}: name them anew")
+    sizes: dict[str, torch.Tensor] = {}
+
+    def combine(path: str, leaves: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        if path not in chosen:
+            return torch.stack(leaves)
+        sizes[path] = torch.tensor([leaf.shape[inner] for leaf in leaves])
+        value, side = _setting(padding_value, path, 0), _setting(padding_side, path, "right")
+        # pad_sequence pads dim 0 of each sample.
+        moved = [leaf.movedim(inner, 0) for leaf in leaves]
+        padded = pad_sequence(moved, batch_first=True, padding_value=value, padding_side=side)
+        return padded.movedim(1, inner + 1)
+
+    _check_rest(samples, chosen, inner)
+    out = _combine(samples, combine)
+    out = out.to_tensordict() if type(out) is not TensorDict else out
+    ones = (1,) * inner
+    for path, counts in sizes.items():
+        per_sample = counts.view(-1, *ones).expand(out.batch_size)
+        steps = torch.arange(int(counts.max()))
+        if _setting(padding_side, path, "right") == "left":
+            steps = steps.flip(0)
+        if lengths is not None:
+            out.set((lengths, *path.split(SEPARATOR)), per_sample)
+        if mask is not None:
+            out.set((mask, *path.split(SEPARATOR)), steps < per_sample.unsqueeze(-1))
+    return one_storage(out)  # type: ignore[no-any-return]
+
+
+def collate_nested(batch: Any, *, keys: Sequence[Key] | None = None) -> Any:
+    """Join entries of different lengths to jagged nested tensors, without padding.
+
+    Each entry has offsets of its own. For an operation on two of them, which torch allows only
+    over the same offsets, join one anew: ``torch.nested.nested_tensor_from_jagged(a.values(),
+    b.offsets())``.
+
+    Args:
+        batch: as in ``tensordict_collate``; samples of batch size ``[]``.
+        keys: the entries to join (``dataset.ragged_keys``); None: all that have a dim. Others
+            are stacked.
+
+    Returns:
+        A TensorDict ``[B]`` whose leaves share one storage; the entries are
+        ``torch.nested.nested_tensor`` of layout ``torch.jagged``, ``[B, j, ...]``.
+
+    Raises:
+        EntryNotFound: a key that the samples do not have.
+        EntryMismatch: samples differ in another dim than their first, or have batch dims.
+        TypeError: not a batch.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from tdio import collate_nested
+        >>> batch = collate_nested([TensorDict(x=torch.ones(1)), TensorDict(x=torch.ones(3))])
+        >>> batch["x"].offsets().tolist()
+        [0, 1, 4]
+    """
+    samples = _samples(batch)
+    if _inner(samples):
+        raise EntryMismatch("collate_nested takes samples without batch dims; use collate_pad")
+    chosen = _chosen(samples, keys, 0)
+
+    def combine(path: str, leaves: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        if path not in chosen:
+            return torch.stack(leaves)
+        offsets = torch.tensor([0, *(leaf.shape[0] for leaf in leaves)]).cumsum(0)
+        return torch.nested.nested_tensor_from_jagged(torch.cat(leaves), offsets)
+
+    _check_rest(samples, chosen, 0)
+    return one_storage(_combine(samples, combine))
+
+
+def _samples(batch: Any) -> list[Any]:
+    """Return the samples of a list or of a ready batch."""
+    if is_tensor_collection(batch):
+        return list(batch.unbind(0))
+    if (
+        not isinstance(batch, (list, tuple))
+        or not batch
+        or not all(map(is_tensor_collection, batch))
     ):
         raise TypeError(f"a batch is a TensorDict or a list of them, not {type(batch).__name__}")
-    stack = lazy_stack(list(batch), 0)
-    shapes = [[leaf.shape for leaf in sample.values(True, True)] for sample in batch]
-    if any(shape != shapes[0] for shape in shapes):
-        return stack
-    return stack.to_tensordict().consolidate(metadata=True)
+    return list(batch)
+
+
+def _inner(samples: Sequence[Any]) -> tuple[int, ...]:
+    """Return the batch size of the samples, () where they differ."""
+    sizes = {tuple(sample.batch_size) for sample in samples}
+    return sizes.pop() if len(sizes) == 1 else ()
+
+
+def _leaves(sample: Any) -> dict[str, torch.Tensor]:
+    return {path_of(key): leaf for key, leaf in sample.items(True, True)}
+
+
+def _differing(samples: Sequence[Any]) -> dict[str, list[tuple[int, ...]]]:
+    """Return the entries that differ in shape, with two of the shapes."""
+    first = _leaves(samples[0])
+    out: dict[str, list[tuple[int, ...]]] = {}
+    for sample in samples[1:]:
+        leaves = _leaves(sample)
+        if leaves.keys() != first.keys():
+            odd = sorted(leaves.keys() ^ first.keys())
+            raise EntryMismatch(f"only some of the samples have the entries {odd}")
+        for path, leaf in leaves.items():
+            if leaf.shape != first[path].shape:
+                out.setdefault(path, [tuple(first[path].shape), tuple(leaf.shape)])
+    return out
+
+
+def _chosen(samples: Sequence[Any], keys: Sequence[Key] | None, inner: int) -> set[str]:
+    leaves = _leaves(samples[0])
+    if keys is None:
+        return {path for path, leaf in leaves.items() if leaf.ndim > inner}
+    chosen = set(map(path_of, keys))
+    if missing := sorted(chosen - leaves.keys()):
+        raise EntryNotFound(f"the samples have no tensor {missing[0]!r}; they have {list(leaves)}")
+    return chosen
+
+
+def _check_rest(samples: Sequence[Any], chosen: set[str], inner: int) -> None:
+    for path, (a, b) in _differing(samples).items():
+        same = (*a[:inner], *a[inner + 1 :]) == (*b[:inner], *b[inner + 1 :]) and len(a) == len(b)
+        if path not in chosen or not same:
+            raise EntryMismatch(
+                f"the samples differ in the shape of {path!r} ({a} and {b}) elsewhere than in the "
+                "first dim of an entry that keys= names; use collate_lazy"
+            )
+
+
+def _setting(given: Any, path: str, default: Any) -> Any:
+    if not isinstance(given, Mapping):
+        return given
+    return {path_of(key): value for key, value in given.items()}.get(path, default)
+
+
+def _combine(
+    samples: Sequence[Any], how: Callable[[str, tuple[torch.Tensor, ...]], torch.Tensor]
+) -> Any:
+    """Return ``how`` of each entry of all samples; non-tensor entries become stacks."""
+    batch = (len(samples), *_inner(samples))
+    first, *others = samples
+
+    def named(key: Any, *leaves: torch.Tensor) -> torch.Tensor:
+        return how(path_of(key), leaves)
+
+    out = first.named_apply(named, *others, batch_size=batch, nested_keys=True)
+    for key, _ in first.non_tensor_items(include_nested=True):
+        values = [sample.get(key) for sample in samples]
+        out.set(key, NonTensorStack(*values) if isinstance(values[0], TensorDictBase) else values)
+    return out
 
 
 def _default(batch: Any, *, collate_fn_map: Any = None) -> Any:
