@@ -8,6 +8,7 @@ from tdio.data import (
     collate_stack,
     tensordict_collate,
 )
+from tdio.pipe import TensorDictPipe, TensorDictServer, recv_tensordict, send_tensordict
 from tdio.store import LazyStackedTensorDictStore, TensorDictStore, delete_store, open_store
 
 __version__ = "0.1.0"
@@ -15,6 +16,8 @@ __version__ = "0.1.0"
 __all__ = [
     "LazyStackedTensorDictStore",
     "StoreDataset",
+    "TensorDictPipe",
+    "TensorDictServer",
     "TensorDictStore",
     "collate_lazy",
     "collate_nested",
@@ -22,5 +25,7 @@ __all__ = [
     "collate_stack",
     "delete_store",
     "open_store",
+    "recv_tensordict",
+    "send_tensordict",
     "tensordict_collate",
 ]
