@@ -397,12 +397,12 @@ from tdio import TensorDictStore
 def die(n):
     os.kill(os.getpid(), 9)
 td = TensorDict(a=torch.zeros(10), b=torch.zeros(10), batch_size=[10])
-original = tdio.wire.writing.put_data
+original = tdio.wire.uploading.put_data
 def half(names, upload):
     if upload.spec.path == "b":
         os.kill(os.getpid(), 9)
     return original(names, upload)
-tdio.wire.writing.put_data = half
+tdio.wire.uploading.put_data = half
 TensorDictStore.from_tensordict(td, td_id="half", unix_socket_path=sys.argv[1])
 """
 

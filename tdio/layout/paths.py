@@ -22,6 +22,12 @@ def key_of(path: str) -> Key:
     return parts[0] if len(parts) == 1 else parts
 
 
+def parents(path: str) -> list[str]:
+    """Return the paths of the levels above ``path``, the root left out: ``a.b.c`` has two."""
+    parts = path.split(SEPARATOR)
+    return [SEPARATOR.join(parts[:n]) for n in range(1, len(parts))]
+
+
 def check_key(key: Key) -> str:
     """Return the path of ``key`` if it round-trips.
 
@@ -49,6 +55,14 @@ def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
             level = level.setdefault(parent, {})
         level[name] = value
     return root
+
+
+def nest_level(root: dict[str, Any], path: str) -> None:
+    """Make the level ``path`` in a nested dict, where it is not there."""
+    for part in path.split(SEPARATOR):
+        root = root.setdefault(part, {})
+        if not isinstance(root, dict):
+            return
 
 
 def below(paths: Iterable[str], prefix: str) -> list[str]:

@@ -42,20 +42,29 @@ class Ranges:
         rows: for a gathered read, the row of the scratch buffer for each row of the result,
             int64 ``[n]``; None for a direct one, whose ranges fill the result in order.
         row_bytes: the size of one row.
+        uniform: whether all sizes are known to be equal.
     """
 
     starts: Int64Array
     sizes: Int64Array
     rows: Int64Array | None
     row_bytes: int
+    uniform: bool = False
 
     @property
     def moved_bytes(self) -> int:
         """Bytes that the ranges bring, payload only."""
-        return int(self.sizes.sum())
+        return len(self.sizes) * self.row_bytes if self.uniform else int(self.sizes.sum())
 
 
 _NONE = np.zeros(0, np.int64)
+
+
+def one_range(start: int, size: int) -> Ranges:
+    """Return a single range, or none for a size of 0."""
+    if not size:
+        return Ranges(_NONE, _NONE, None, 1)
+    return Ranges(np.array([start]), np.array([size]), None, size, True)
 
 
 class Selection:
@@ -100,10 +109,10 @@ def plan_rows(selection: Selection | Int64Array, row_bytes: int, *, gather: bool
         if 2 * (len(cuts) + 1) <= len(firsts):
             return _gathered(distinct, places, cuts, row_bytes)
         if row_bytes <= SORTED_ROW_BYTES and len(firsts) >= _FEW:
-            return Ranges(
-                distinct * row_bytes, np.full(len(distinct), row_bytes), places, row_bytes
-            )
-    return Ranges(firsts * row_bytes, counts * row_bytes, None, row_bytes)
+            sizes = np.full(len(distinct), row_bytes)
+            return Ranges(distinct * row_bytes, sizes, places, row_bytes, True)
+    uniform = len(firsts) == len(selection.positions)
+    return Ranges(firsts * row_bytes, counts * row_bytes, None, row_bytes, uniform)
 
 
 def plan_elements(positions: Int64Array, offsets: Int64Array) -> Ranges:
@@ -121,7 +130,8 @@ def plan_elements(positions: Int64Array, offsets: Int64Array) -> Ranges:
 
 def in_pieces(ranges: Ranges) -> Ranges:
     """Cut ranges longer than ``PIECE_BYTES`` into pieces, in order."""
-    if not len(ranges.sizes) or int(ranges.sizes.max()) <= PIECE_BYTES:
+    largest = ranges.row_bytes if ranges.uniform else int(ranges.sizes.max(initial=0))
+    if largest <= PIECE_BYTES:
         return ranges
     counts = -(-ranges.sizes // PIECE_BYTES)
     nth = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -2,56 +2,101 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+from numbers import Number
 from typing import Any
 
+import numpy as np
 import torch
 
-from tdio._td import TensorDictBase, _register_tensor_class
-from tdio.layout.spec import LeafSpec
+from tdio._td import _register_tensor_class
+from tdio.errors import EntryMismatch, InvalidIndex
+from tdio.layout.dtypes import as_bytes
+from tdio.layout.index import normalise, select
+from tdio.layout.paths import check_key, key_of
+from tdio.layout.plan import Ranges, one_range, plan_rows
+from tdio.layout.spec import LeafSpec, ragged_offsets, shapes_array
+from tdio.layout.values import ValueSpec
 from tdio.store._stored import Stored
-from tdio.wire.reading import StoreInfo
+from tdio.store.handle import Edit, Handle
+from tdio.store.reader import reading_elements
+from tdio.store.shape import Frame
+from tdio.store.writer import (
+    Flat,
+    check_fit,
+    into_entry,
+    number_as,
+    rows_changes,
+    upload_zeros,
+    value_patch,
+)
+from tdio.wire.changes import Patch, PutRows, PutTensor
+from tdio.wire.reading import Spec, StoreInfo
+from tdio.wire.requests import Body, Operation
 
 
 class ElementView(Stored):
     """Element ``i`` of a ``LazyStackedTensorDictStore``: reads and writes go to the server."""
 
     def __init__(self, parent: Any, position: int) -> None:
-        self._setup(parent._handle, parent._handle.info.inner, parent._device)
-        self._parent = parent
+        self._setup(parent._handle, (), parent._device)
+        self._prefix = parent._prefix
         self._position = position
+        self._batch_size = torch.Size(self._frame(self._prefix).batch)
 
     @classmethod
     def from_dict(cls, *args: Any, **kwargs: Any) -> Any:
         """Refuse: an element belongs to a stack."""
         raise NotImplementedError("an element view is made by store[i]")
 
-    def _read_paths(self, paths: list[str], index: Any) -> TensorDictBase:
-        element = self._parent._read_element(self._position, paths)
+    def _frame(self, prefix: str) -> Frame:
+        return Frame.of_element(self._handle.info, prefix)
+
+    def _set_level_names(self, names: dict[str, list[str | None] | None]) -> None:
+        if any(any(own or ()) for own in names.values()):
+            raise RuntimeError("dims are named on the store, not on one of its elements")
+
+    def _reading(self, paths: list[str], index: Any, prefix: str) -> Operation[Any]:
+        position = np.array([self._position], np.int64)
+        (element,) = yield from reading_elements(
+            self._handle, paths, position, self._device, prefix
+        )
         return element if isinstance(index, tuple) and not index else element[index]
 
-    def _write_path(self, path: str, value: torch.Tensor) -> None:
-        self._parent._write_element(self._position, {path: value})
+    def _putting(self, flat: Flat, inplace: bool) -> Operation[Edit]:
+        if inplace:
+            specs = yield from self._handle.load(flat.tensors)
+            shaped = {
+                path: into_entry(
+                    value, element_spec(specs[path], self._handle.info, self._position)
+                )
+                for path, value in flat.tensors.items()
+            }
+            flat = replace(flat, tensors=shaped)
+        return (yield from writing_element(self._handle, self._position, flat))
 
-    def _write_at(self, values: dict[str, Any], index: Any) -> None:
-        element = self._parent._read_element(self._position, list(values))
-        for path, value in values.items():
-            key = tuple(path.split("."))
-            element.get(key)[index] = value
-        changed = {path: element.get(tuple(path.split("."))) for path in values}
-        self._parent._write_element(self._position, changed)
+    def _writing_at(self, flat: Flat, index: Any) -> Operation[Edit]:
+        return (yield from writing_part(self._handle, self._position, flat, index))
 
     def _del(self, key: tuple[str, ...]) -> None:
         raise RuntimeError("an entry cannot be deleted from one element; delete it from the store")
 
     def _repr_parts(self) -> list[str]:
-        info, specs = self._handle.info, self._handle.specs(self._leaf_paths())
-        shapes = {path: element_shape(s, info, self._position) for path, s in specs.items()}
-        entries = ", ".join(
-            f"{path}: {str(specs[path].dtype).removeprefix('torch.')}{list(shape)}"
-            for path, shape in shapes.items()
-        )
+        info = self._handle.info
+        paths = self._leaf_paths()
+        specs = self._handle.specs([self._full(path) for path in paths])
+        shown = []
+        for path, spec in zip(paths, specs.values(), strict=True):
+            text = (
+                spec.encoding
+                if isinstance(spec, ValueSpec)
+                else f"{str(spec.dtype).removeprefix('torch.')}"
+                f"{list(element_shape(spec, info, self._position))}"
+            )
+            shown.append(f"{path}: {text}")
         return [
-            f"    entries={{{entries}}}",
+            f"    entries={{{', '.join(shown)}}}",
             f"    element={self._position}",
             f"    batch_size={self.batch_size}",
             f"    device={self.device}",
@@ -64,6 +109,166 @@ def element_shape(spec: LeafSpec, info: StoreInfo, position: int) -> tuple[int, 
     if spec.ragged:
         return spec.element_shape(position)
     return (*info.inner, *spec.shape[len(info.batch) :])
+
+
+def element_spec(spec: Spec, info: StoreInfo, position: int) -> Spec:
+    """Return what one element of an entry is, on its own."""
+    if not isinstance(spec, LeafSpec):
+        return spec
+    return LeafSpec(spec.path, spec.dtype, element_shape(spec, info, position))
+
+
+def writing_element(handle: Handle, position: int, flat: Flat) -> Operation[Edit]:
+    """Write leaves of one element: in place where the shape stays, else the entry anew."""
+    info, where = handle.info, f"{handle.location}[{position}]"
+    allow = handle.allow_pickle
+    known = {path: value for path, value in flat.tensors.items() if path in handle.paths}
+    new = [
+        _first_element(handle, path, value, position, where)
+        for path, value in flat.tensors.items()
+        if path not in handle.paths
+    ]
+    specs = yield from handle.load(known)
+    inner = len(info.inner)
+    changes: list[Any] = new
+    for path, value in known.items():
+        spec = specs[path]
+        if not isinstance(spec, LeafSpec):
+            raise EntryMismatch(f"{where}: the entry {path!r} holds no tensor, the value is one")
+        shape = element_shape(spec, info, position)
+        if isinstance(value, Number):
+            value = number_as(value, spec.dtype, shape)
+        check_fit(path, value, spec.dtype, (*info.inner, *value.shape[inner:]), where)
+        changes.append(_element_change(handle, spec, position, value, where))
+    for path, value_dims in flat.values.items():
+        at = np.array([position], np.int64)
+        one = ([value_dims[0]], 1)
+        if path in handle.paths:
+            changes.append(value_patch(path, one, at, info.count, allow, where))
+        else:
+            raise EntryMismatch(
+                f"{where}: a new non-tensor entry {path!r} is written to the whole store first, "
+                f"with one value for each element: store[{path!r}] = [...]"
+            )
+    return Edit(changes, flat.levels)
+
+
+def _element_change(
+    handle: Handle, spec: LeafSpec, position: int, value: torch.Tensor, where: str
+) -> Any:
+    info = handle.info
+    if tuple(value.shape) != element_shape(spec, info, position):
+        return _resized(handle, spec, position, value)
+    if spec.offsets is not None:
+        lo, hi = int(spec.offsets[position]), int(spec.offsets[position + 1])
+        return PutRows(spec, one_range(lo, hi - lo), as_bytes(value))
+    assert info.stack is not None
+    index = (slice(None),) * info.stack + (position,)
+    rows = select(info.batch, normalise(index, len(info.batch)))
+    (change,) = rows_changes(
+        {spec.path: spec}, {spec.path: value}, rows, info.batch, info.stack, where
+    )
+    return change
+
+
+def writing_part(handle: Handle, position: int, flat: Flat, index: Any) -> Operation[Edit]:
+    """Write ``store[i][index] = values``: only the bytes that the index selects."""
+    info, frame = handle.info, index.frame
+    where = f"{handle.location}[{position}]"
+    if flat.values:
+        raise EntryMismatch(f"{where}: a non-tensor value of an element is written whole")
+    items = normalise(index.index, len(frame.batch))
+    rows = select(frame.batch, items)
+    specs = yield from handle.load(flat.tensors)
+    changes = []
+    for path, value in flat.tensors.items():
+        spec = specs[path]
+        if isinstance(spec, LeafSpec) and spec.offsets is None:
+            whole = (*items[: info.stack], *_at(info, items, position))
+            every = select(info.batch, normalise(whole, len(info.batch)))
+            changes += rows_changes(
+                {path: spec}, {path: value}, every, info.batch, info.stack, where
+            )
+            continue
+        (part,) = rows_changes(
+            {path: element_spec(spec, info, position)},
+            {path: value},
+            rows,
+            frame.batch,
+            None,
+            where,
+        )
+        assert isinstance(spec, LeafSpec)
+        assert spec.offsets is not None
+        shape = element_shape(spec, info, position)
+        row_bytes = math.prod(shape[rows.depth :]) * spec.dtype.itemsize
+        plan = plan_rows(rows.positions, row_bytes, gather=False)
+        moved = Ranges(plan.starts + spec.offsets[position], plan.sizes, None, plan.row_bytes)
+        changes.append(PutRows(spec, moved, part.payload))
+    return Edit(changes)
+
+
+def _at(info: StoreInfo, items: tuple[Any, ...], position: int) -> tuple[Any, ...]:
+    """Return the index of an element, continued by the rest of an index into it."""
+    assert info.stack is not None
+    before = items[: info.stack]
+    if any(not isinstance(item, (int, slice)) for item in before):
+        raise InvalidIndex(
+            f"{items!r:.80} into an element whose stack dim is {info.stack}: write the element "
+            "whole, or use numbers and slices"
+        )
+    missing = info.stack - len(before)
+    return (*(slice(None),) * missing, position, *items[info.stack :])
+
+
+def _first_element(handle: Handle, path: str, value: Any, position: int, where: str) -> PutTensor:
+    """Make an entry of zeros with the shape of one element's value, and the value in its place."""
+    info = handle.info
+    if not isinstance(value, torch.Tensor) or value.shape[: len(info.inner)] != info.inner:
+        raise EntryMismatch(
+            f"{where}: a new entry {path!r} must be a tensor that starts with the batch size "
+            f"of an element, {list(info.inner)}"
+        )
+    check_key(key_of(path))
+    shape = (info.count, *value.shape)
+    return upload_zeros(path, shape, value.dtype, (position * value.nbytes, as_bytes(value)))
+
+
+def _resized(handle: Handle, spec: LeafSpec, position: int, value: torch.Tensor) -> Patch:
+    info = handle.info
+    data = as_bytes(value).numpy().tobytes()
+    where = f"{handle.location}[{position}]"
+
+    def patch(now: Spec, blob: bytes) -> PutTensor:
+        if not isinstance(now, LeafSpec):
+            raise EntryMismatch(f"{where}: the entry {spec.path!r} holds no tensor any more")
+        check_fit(spec.path, value, now.dtype, tuple(value.shape), where)
+        if now.shapes is None:
+            blob = _stack_first(now, blob, info)
+            shapes = np.array([element_shape(now, info, 0)] * info.count, np.int64)
+            shapes = shapes.reshape(info.count, -1)
+        else:
+            shapes = now.shapes
+        offsets = ragged_offsets(shapes, now.dtype.itemsize)
+        rows = [tuple(n for n in row if n >= 0) for row in shapes.tolist()]
+        rows[position] = tuple(value.shape)
+        table = shapes_array(rows)
+        lo, hi = int(offsets[position]), int(offsets[position + 1])
+        ends = ragged_offsets(table, now.dtype.itemsize)
+        new = LeafSpec(spec.path, now.dtype, (info.count, *rows[0]), True, table, ends)
+        whole = blob[:lo] + data + blob[hi : int(offsets[-1])]
+        return PutTensor(new, lambda start, stop: Body(stop - start, lambda: [whole[start:stop]]))
+
+    return Patch(spec.path, patch)
+
+
+def _stack_first(spec: LeafSpec, blob: bytes, info: StoreInfo) -> bytes:
+    """Return the bytes of a homogeneous entry with its elements one after the other."""
+    assert info.stack is not None
+    if spec.stack_first or info.stack == 0 or not blob:
+        return blob
+    rows = np.frombuffer(blob, np.uint8).reshape(*info.batch, -1)
+    return np.ascontiguousarray(np.moveaxis(rows, info.stack, 0)).tobytes()
 
 
 _register_tensor_class(ElementView)

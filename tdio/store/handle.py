@@ -1,24 +1,48 @@
 """A store as seen by this process: its address, what its entries are, reads and writes.
 
 The tensordict classes on top of it know nothing of the wire; a dataset reads batches from it
-without the cost of a tensordict subclass.
+without the cost of a tensordict subclass. Its methods that return an ``Operation`` do no I/O
+themselves: a sync or an async client runs them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
-from tdio.errors import EntryMismatch, EntryNotFound
+from tdio.errors import AccessDenied, CorruptEntry, EntryMismatch, EntryNotFound, ServerTimeout
+from tdio.layout.levels import Level
+from tdio.layout.paths import below, parents
+from tdio.layout.plan import one_range
 from tdio.layout.spec import LeafSpec
 from tdio.transport.address import Address
 from tdio.transport.client import Client
-from tdio.wire import reading, writing
+from tdio.wire import reading, uploading
+from tdio.wire.changes import (
+    STREAM_BYTES,
+    Change,
+    Drop,
+    PutTensor,
+    PutValue,
+    level_writes,
+    look_at,
+    new_tokens,
+)
 from tdio.wire.names import Names
-from tdio.wire.reading import StoreInfo
+from tdio.wire.reading import Spec, StoreInfo, Tokens, token_items
+from tdio.wire.requests import Arg, Commands, Fetch, Operation, RangeRead
+
+T = TypeVar("T")
+#: Attempts of a read or write that others come between.
+ATTEMPTS = 100
+#: Without MULTI, a read that is torn so often is done in smaller parts.
+_TORN = 4
+#: Every server takes this much; the limit is asked for only above it.
+_ANY_SERVER_BYTES = 64 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -32,13 +56,49 @@ class Location:
         return f"td_id={self.names.td_id!r} at {self.address} (prefix={self.names.prefix!r})"
 
 
+class Contended(ServerTimeout):
+    """Writers came between again and again; a read of fewer rows may succeed."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one read needs of the server.
+
+    Attributes:
+        reads: byte ranges, with the buffers that they land in.
+        values: paths of non-tensor entries, whose bytes are given to ``finish``.
+        finish: turns them and the filled buffers into the result.
+    """
+
+    reads: list[RangeRead]
+    values: Sequence[str]
+    finish: Callable[[list[bytes | None]], Any]
+
+
+@dataclass(frozen=True)
+class Edit:
+    """What one write does, all of it or nothing.
+
+    Attributes:
+        changes: at most one for each entry.
+        levels: levels to set; None takes one away.
+    """
+
+    changes: Sequence[Change]
+    levels: Mapping[str, Level | None] = field(default_factory=dict)
+
+
 class Handle:
-    """One store. Metadata is read once and kept until ``refresh``.
+    """One store. Metadata is read once; the schema token of each read tells when it is stale.
 
     Attributes:
         location: server, prefix and id.
         client: runs the operations.
-        info: batch size, kind, device and the registered paths.
+        info: batch size, kind, device and levels.
+        tokens: the version keys that belong to the metadata kept here.
+        paths: the paths of all leaf entries, as last seen.
+        cache: whether metadata is kept.
+        allow_pickle: whether pickled values are read and written.
     """
 
     def __init__(
@@ -47,17 +107,24 @@ class Handle:
         info: StoreInfo,
         *,
         cache: bool = True,
+        allow_pickle: bool = False,
         client: Client | None = None,
     ):
         self.location = location
         self.client = client or Client(location.address)
-        self.info = info
         self.cache = cache
-        self._specs: dict[str, LeafSpec] = {}
-        self._registry: set[str] | None = set(info.paths)
+        self.allow_pickle = allow_pickle
+        self._may_transact = True
+        self._take(info)
+
+    def _take(self, info: StoreInfo) -> None:
+        self.info = info
+        self.tokens = info.tokens
+        self.paths: set[str] = set(info.paths)
+        self._specs: dict[str, Spec] = {}
 
     @classmethod
-    def open(cls, location: Location, *, cache: bool = True) -> Handle:
+    def open(cls, location: Location, *, cache: bool = True, allow_pickle: bool = False) -> Handle:
         """Open a store for reading or writing. Writes nothing. One round trip.
 
         Raises:
@@ -66,7 +133,7 @@ class Handle:
         """
         client = Client(location.address)
         info = client.read(lambda: reading.find(location.names, str(location)))
-        return cls(location, info, cache=cache, client=client)
+        return cls(location, info, cache=cache, allow_pickle=allow_pickle, client=client)
 
     @property
     def names(self) -> Names:
@@ -80,88 +147,246 @@ class Handle:
 
     # ---- metadata
 
-    def refresh(self) -> None:
+    def reload(self) -> Operation[None]:
         """Read the global keys and the registry again; forget the entries' metadata."""
-        self.info = self.client.read(lambda: reading.find(self.names, str(self.location)))
-        self._registry = set(self.info.paths)
-        self._specs.clear()
+        self._take((yield from reading.find(self.names, str(self.location))))
 
-    def paths(self) -> set[str]:
-        """Return the paths of all leaf entries. One round trip where metadata is not cached."""
-        if self._registry is None or not self.cache:
+    def refresh(self) -> None:
+        """Run ``reload``. One round trip."""
+        self.client.read(self.reload)
+
+    def known(self) -> set[str]:
+        """Return the paths of all leaf entries. One round trip where metadata is not kept."""
+        if not self.cache:
             self.refresh()
-        assert self._registry is not None
-        return self._registry
+        return self.paths
 
-    def specs(self, paths: Iterable[str]) -> dict[str, LeafSpec]:
-        """Return the specs of entries; what is not cached is read, in one or two round trips.
+    def load(self, paths: Iterable[str]) -> Operation[dict[str, Spec]]:
+        """Return the specs of entries; what is not kept is read, in one or two round trips.
 
         Raises:
             EntryNotFound: an entry that is not registered.
         """
         wanted = list(paths)
+        if not self.cache:
+            yield from self.reload()
         missing = [path for path in wanted if path not in self._specs]
         if missing:
-            unknown = set(missing) - self.paths()
+            unknown = set(missing) - self.paths
             if unknown:
                 raise EntryNotFound(
                     f"the store {self.location} has no entry {sorted(unknown)[0]!r}; it has "
-                    f"{sorted(self.paths())[:20]}"
+                    f"{sorted(self.paths)[:20]}"
                 )
-            self._specs |= self.client.read(
-                lambda: reading.load_specs(self.names, self.info, missing, str(self.location))
+            self._specs |= yield from reading.load_specs(
+                self.names, self.info, missing, str(self.location)
             )
-        specs = {path: self._specs[path] for path in wanted}
-        if not self.cache:
-            self._specs.clear()
-        return specs
+        return {path: self._specs[path] for path in wanted}
 
-    def learn(self, spec: LeafSpec) -> None:
-        """Take note of an entry that this handle has written."""
-        self._specs[spec.path] = spec
-        self.paths().add(spec.path)
+    def specs(self, paths: Iterable[str]) -> dict[str, Spec]:
+        """Run ``load``."""
+        wanted = list(paths)
+        return self.client.read(lambda: self.load(wanted))
 
-    def forget(self, paths: Iterable[str]) -> None:
-        """Take note that entries are gone."""
-        for path in paths:
-            self._specs.pop(path, None)
-            self.paths().discard(path)
+    # ---- reads
+
+    def fetch(self, make: Callable[[], Operation[Plan]]) -> Operation[Any]:
+        """Read what ``make`` plans, from one version of the store. One round trip.
+
+        The version token is read before and after the ranges: where it changed between, the read
+        is done again, in a transaction if the user may. The schema token tells whether the plan
+        was made from metadata that another handle has changed meanwhile.
+
+        Raises:
+            Contended: writers came between too often, and the user may not use MULTI.
+            CorruptEntry: an entry is shorter than its metadata says.
+            EntryNotFound: the server lost an entry.
+        """
+        doubted = torn = 0
+        for _ in range(ATTEMPTS):
+            plan = yield from make()
+            known, atomic = self.tokens, torn > 0 and self._may_transact
+            if not plan.reads and not plan.values:
+                return plan.finish([])
+            stamp = np.empty(len(known.version), np.uint8)
+            several = len(plan.values) + sum(len(read.ranges.starts) for read in plan.reads) > 1
+            stamped = bool(len(stamp)) and several and not atomic
+            reads = plan.reads
+            if stamped:
+                first = RangeRead(self.names.version, one_range(0, len(stamp)), stamp, "version")
+                reads = [first, *reads]
+            after: list[tuple[Arg, ...]] = [("GET", self.names.data(p)) for p in plan.values]
+            try:
+                replies = yield Fetch(reads, [*after, *token_items(self.names)], atomic)
+            except AccessDenied:
+                if not atomic:
+                    raise
+                self._may_transact = False
+                continue
+            except (CorruptEntry, EntryNotFound) as error:
+                # The metadata may be what is wrong: look once more before it is said aloud.
+                if doubted:
+                    yield from self._look_for(plan, error)
+                    raise
+                doubted += 1
+                yield from self.reload()
+                continue
+            version, schema = replies[-2:]
+            if schema != known.schema or (version != known.version and not known.version):
+                yield from self.reload()
+            elif stamped and stamp.tobytes() != version:
+                torn += 1
+                if torn >= _TORN and not self._may_transact:
+                    break
+            else:
+                return plan.finish(replies[:-2])
+        raise Contended(
+            f"{self.location}: other writers came between every attempt of this read; let the user "
+            "use MULTI and EXEC, or read fewer rows at once"
+        )
+
+    def _look_for(self, plan: Plan, error: Exception) -> Operation[None]:
+        """A range without bytes: say that the entry is cut short where its key is there."""
+        keys = list(dict.fromkeys(read.key for read in plan.reads))
+        (found,) = yield Commands([("EXISTS", *keys)])
+        if isinstance(error, EntryNotFound) and found == len(keys):
+            raise CorruptEntry(f"{error}; its data is shorter than its metadata says") from error
 
     # ---- writes
 
-    def set_entry(self, upload: writing.Upload) -> None:
-        """Write or replace one whole entry, atomically.
+    def commit(self, make: Callable[[], Operation[Edit]]) -> Operation[None]:
+        """Do what ``make`` says, in one transaction; again where another writer came between.
+
+        One round trip; one more where something must be looked at first.
 
         Raises:
             EntryTooLarge: above the server's string limit; nothing was sent.
+            EntryNotFound: an entry to be changed is gone.
+            ServerTimeout: other writers came between too often.
         """
-        self.check_sizes([upload.spec])
-        self.client.write(writing.set_entry(self.names, upload, lazy=self.lazy))
-        self.learn(upload.spec)
+        where = str(self.location)
+        for _ in range(ATTEMPTS):
+            edit = yield from make()
+            changes = [*edit.changes, *self._displaced(edit.changes)]
+            if not changes and not edit.levels:
+                return
+            yield from self._check_sizes(changes)
+            request, counts = look_at(self.names, changes)
+            replies: list[Any] = [] * len(changes)
+            looked = any(counts)
+            if looked:
+                _, schema, *replies = yield request
+                if schema != self.tokens.schema:
+                    yield Commands([("UNWATCH",)])
+                    yield from self.reload()
+                    continue
+            if (yield from self._execute(edit, changes, counts, replies, where, looked)):
+                return
+        raise ServerTimeout(f"{where}: other writers came between {ATTEMPTS} times")
 
-    def check_sizes(self, specs: Sequence[LeafSpec]) -> None:
-        """Refuse entries that the server would refuse half way."""
-        # Every server takes this much; the limit is asked for only above it.
-        if max((spec.nbytes for spec in specs), default=0) <= 64 * 1024 * 1024:
-            return
-        limit = self.client.read(writing.string_limit)
-        writing.check_sizes(specs, limit, str(self.location))
+    def _execute(
+        self,
+        edit: Edit,
+        changes: Sequence[Change],
+        counts: Sequence[int],
+        replies: list[Any],
+        where: str,
+        looked: bool,
+    ) -> Operation[bool]:
+        """Send the transaction; return whether it went through."""
+        items: list[tuple[Arg, ...]] = [
+            ("GETRANGE", self.names.schema, 0, 2 * reading.TOKEN_BYTES - 1)
+        ]
+        specs: dict[str, Spec | None] = {}
+        at = 0
+        for change, count in zip(changes, counts, strict=True):
+            written, spec = change.write(self.names, self.info, replies[at : at + count], where)
+            at += count
+            items += written
+            specs[change.path] = spec
+        items += level_writes(self.names, edit.levels)
+        moved = bool(edit.levels) or any(
+            not _same(spec, self._specs.get(path)) for path, spec in specs.items()
+        )
+        known, tokens = self.tokens, new_tokens(self.tokens, schema=moved)
+        items.append(("SET", self.names.version, tokens.version))
+        if tokens.schema != known.schema:
+            items.append(("SET", self.names.schema, tokens.schema))
+        for change in changes:
+            if isinstance(change, PutTensor) and change.nbytes > STREAM_BYTES:
+                yield from uploading.put_data(self.names, change)
+        done = yield Commands(items, atomic=True)
+        if done is None:
+            return False
+        self._learn(specs, edit.levels, tokens)
+        if not looked and done[0] != known.schema:
+            # Another handle changed keys or shapes before this write: see what is there now.
+            yield from self._reconcile(changes)
+        return True
 
-    def write_ranges(self, writes: Sequence[writing.RangeWrite]) -> None:
-        """Write byte ranges of existing entries, all in one transaction."""
-        self.client.write(writing.write_ranges(self.names, writes, str(self.location)))
+    def _reconcile(self, changes: Sequence[Change]) -> Operation[None]:
+        """Take away what the write displaced, as far as this handle did not know of it."""
+        yield from self.reload()
+        items: list[tuple[Arg, ...]] = []
+        for change in self._displaced(changes):
+            items += change.write(self.names, self.info, (), "")[0]
+        tokens = new_tokens(self.tokens, schema=True)
+        items += [("SET", self.names.version, tokens.version)]
+        items += [("SET", self.names.schema, tokens.schema)]
+        yield Commands(items, atomic=True)
+        yield from self.reload()
 
-    def delete(self, paths: Sequence[str]) -> None:
-        """Delete entries."""
-        self.client.write(writing.delete_entries(self.names, paths))
-        self.forget(paths)
+    def _displaced(self, changes: Sequence[Change]) -> list[Drop]:
+        """Return the removal of entries that cannot be there beside the written ones."""
+        gone: set[str] = set()
+        for change in changes:
+            if isinstance(change, Drop):
+                continue
+            gone |= self.paths.intersection(parents(change.path))
+            if change.path not in self.paths:
+                gone.update(f"{change.path}.{rest}" for rest in below(self.paths, change.path))
+        return [Drop(path) for path in sorted(gone - {change.path for change in changes})]
+
+    def _check_sizes(self, changes: Sequence[Change]) -> Operation[None]:
+        puts = [c for c in changes if isinstance(c, (PutTensor, PutValue))]
+        if max((put.nbytes for put in puts), default=0) > _ANY_SERVER_BYTES:
+            limit = yield from uploading.string_limit()
+            uploading.check_sizes(puts, limit, str(self.location))
+
+    def _learn(
+        self,
+        specs: Mapping[str, Spec | None],
+        levels: Mapping[str, Level | None],
+        tokens: Tokens,
+    ) -> None:
+        self.tokens = tokens
+        for path, spec in specs.items():
+            if spec is None:
+                self._specs.pop(path, None)
+                self.paths.discard(path)
+            else:
+                self._specs[path] = spec
+                self.paths.add(path)
+        if levels:
+            kept = {**self.info.levels, **levels}
+            self.info = replace(
+                self.info, levels={k: level for k, level in kept.items() if level is not None}
+            )
+
+    def write(self, make: Callable[[], Operation[Edit]]) -> None:
+        """Run ``commit``."""
+        self.client.write(self.commit(make))
+
+    def put(self, edit: Edit) -> None:
+        """Run ``commit`` for an edit that depends on nothing."""
+        self.write(lambda: _just(edit))
 
     def clear(self) -> None:
         """Delete the whole store."""
-        operation = writing.delete_store(self.names, str(self.location), missing_ok=True)
-        self.client.write(operation)
+        where = str(self.location)
+        self.client.write(uploading.delete_store(self.names, where, missing_ok=True))
         self._specs.clear()
-        self._registry = set()
+        self.paths = set()
 
     def close(self) -> None:
         """Close the connections; the data stays on the server."""
@@ -170,21 +395,34 @@ class Handle:
     # ---- pickling: an address and what is known, no connection
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            "location": self.location,
-            "info": self.info,
-            "cache": self.cache,
-            "specs": self._specs,
-            "registry": self._registry,
-        }
+        return {key: value for key, value in self.__dict__.items() if key != "client"}
 
-    def __setstate__(self, state: Mapping[str, Any]) -> None:
-        self.location, self.info, self.cache = state["location"], state["info"], state["cache"]
-        self._specs, self._registry = state["specs"], state["registry"]
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
         self.client = Client(self.location.address)
 
 
-def create(location: Location, info: StoreInfo, uploads: Sequence[writing.Upload] = ()) -> Handle:
+def _just(edit: Edit) -> Operation[Edit]:
+    """An operation without a round trip."""
+    return edit
+    yield  # makes this a generator
+
+
+def _same(a: Spec | None, b: Spec | None) -> bool:
+    """Return whether two specs state the same metadata."""
+    if a is b:
+        return True
+    if not isinstance(a, LeafSpec) or not isinstance(b, LeafSpec) or a.ragged or b.ragged:
+        if isinstance(a, LeafSpec) and isinstance(b, LeafSpec) and a.ragged and b.ragged:
+            assert a.shapes is not None
+            return a.dtype == b.dtype and np.array_equal(a.shapes, b.shapes)  # type: ignore[arg-type]
+        return type(a) is type(b) and not isinstance(a, LeafSpec) and a == b
+    return a == b
+
+
+def create(
+    location: Location, info: StoreInfo, puts: Sequence[uploading.Put] = (), **options: Any
+) -> Handle:
     """Create a store with its entries; they become visible last.
 
     Raises:
@@ -195,22 +433,20 @@ def create(location: Location, info: StoreInfo, uploads: Sequence[writing.Upload
     where, names = str(location), location.names
     if any(type(n) is not int or n < 0 for n in info.batch):
         raise EntryMismatch(f"{list(info.batch)} is not a batch size: sizes are whole numbers >= 0")
-    handle = Handle(location, info)
-    specs = [upload.spec for upload in uploads]
-    handle.check_sizes(specs)
-    handle.client.write(writing.claim(names, where))
+    handle = Handle(location, info, **options)
+    run = handle.client.write
+    run(handle._check_sizes(puts))
+    run(uploading.claim(names, where))
+    tokens = new_tokens(Tokens(), schema=True)
     try:
-        handle.client.write(writing.announce(names, specs))
-        for upload in uploads:
-            handle.client.write(writing.put_data(names, upload))
-        handle.client.write(
-            writing.register(names, specs, lazy=info.stack is not None, globals_of=info)
-        )
+        run(uploading.announce(names, puts))
+        for put in puts:
+            run(uploading.put_data(names, put))
+        run(uploading.publish(names, puts, info, tokens))
     except BaseException:
         _undo(location)
         raise
-    for spec in specs:
-        handle.learn(spec)
+    handle._learn({put.path: put.spec for put in puts}, {}, tokens)
     return handle
 
 
@@ -218,7 +454,7 @@ def _undo(location: Location) -> None:
     """Remove what a failed upload left, as far as the server can still be reached."""
     client = Client(location.address)
     try:
-        client.write(writing.delete_store(location.names, str(location), missing_ok=True))
+        client.write(uploading.delete_store(location.names, str(location), missing_ok=True))
     except ConnectionError:
         pass  # The store stays marked as incomplete, and is refused as such.
     finally:
@@ -229,7 +465,7 @@ def delete_store(location: Location) -> None:
     """Delete a store, complete or not."""
     client = Client(location.address)
     try:
-        client.write(writing.delete_store(location.names, str(location), missing_ok=False))
+        client.write(uploading.delete_store(location.names, str(location), missing_ok=False))
     finally:
         client.close()
 

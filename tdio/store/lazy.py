@@ -4,42 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from numbers import Number
 from typing import Any
 
-import numpy as np
 import torch
 
-from tdio._td import (
-    LazyStackedTensorDict,
-    TensorDictBase,
-    _register_tensor_class,
-)
-from tdio.errors import EntryMismatch, IndexOutOfRange, UnsupportedValue, WrongStoreKind
-from tdio.layout.dtypes import as_bytes
+from tdio._td import LazyStackedTensorDict, _register_tensor_class
+from tdio.errors import IndexOutOfRange, UnsupportedValue, WrongStoreKind
 from tdio.layout.index import normalise, select
-from tdio.layout.paths import check_key, key_of
-from tdio.layout.plan import Ranges
-from tdio.layout.spec import LeafSpec, decode, ragged_offsets, shapes_array
+from tdio.layout.levels import Level
+from tdio.layout.spec import LeafSpec
 from tdio.store._stored import Stored
 from tdio.store.connecting import locate
-from tdio.store.element import ElementView, element_shape
-from tdio.store.handle import Handle, create
-from tdio.store.reader import read, read_elements
+from tdio.store.element import ElementView, writing_element
+from tdio.store.handle import Edit, Handle, create
+from tdio.store.reader import reading
+from tdio.store.stacking import columns_of
 from tdio.store.writer import (
-    check_fit,
-    check_leaves,
-    leaves_of,
-    number_as,
+    Flat,
+    check_batch,
+    first_dim_rows,
+    into_entry,
     progress_bar,
-    rows_writes,
-    scalar_values,
+    put_value,
+    rows_changes,
     upload_elements,
     upload_tensor,
-    upload_zeros,
+    value_patch,
 )
 from tdio.wire.reading import StoreInfo
-from tdio.wire.writing import RangeWrite, patch_ragged
+from tdio.wire.requests import Operation
 
 
 class LazyStackedTensorDictStore(Stored):
@@ -63,6 +56,7 @@ class LazyStackedTensorDictStore(Stored):
         client: a ``redis.Redis`` or ``redis.asyncio.Redis`` whose server and settings to use.
         td_id: id of the new store; None makes a random one. An existing id is refused.
         cache_metadata: keep keys, shapes and offset tables in this process.
+        allow_pickle: as in ``TensorDictStore``.
         **redis_kwargs: as in ``TensorDictStore``.
 
     Raises:
@@ -97,6 +91,7 @@ class LazyStackedTensorDictStore(Stored):
         client: Any = None,
         td_id: str | None = None,
         cache_metadata: bool = True,
+        allow_pickle: bool = False,
         **redis_kwargs: Any,
     ) -> None:
         location = locate(
@@ -110,7 +105,7 @@ class LazyStackedTensorDictStore(Stored):
             **redis_kwargs,
         )
         info = _info(count, stack_dim, tuple(inner_batch_size), device)
-        self._create(location, info, cache_metadata, backend)
+        self._create(location, info, backend, cache=cache_metadata, allow_pickle=allow_pickle)
 
     # ---- construction
 
@@ -124,6 +119,7 @@ class LazyStackedTensorDictStore(Stored):
         device: Any = None,
         td_id: str | None = None,
         cache_metadata: bool = True,
+        allow_pickle: bool = False,
         progress: bool = False,
         **connection: Any,
     ) -> LazyStackedTensorDictStore:
@@ -136,6 +132,7 @@ class LazyStackedTensorDictStore(Stored):
             device: device of the tensors that reads return; None takes that of ``lazy_td``.
             td_id: id of the new store; None makes a random one.
             cache_metadata: as in the constructor.
+            allow_pickle: as in the constructor.
             progress: show a bar of the bytes sent.
             **connection: ``host``, ``port``, ``db``, ``unix_socket_path``, ``client`` and
                 arguments of ``redis.Redis``.
@@ -153,14 +150,19 @@ class LazyStackedTensorDictStore(Stored):
         elements = lazy_td.tensordicts
         device = lazy_td.device if device is None else device
         info = _info(len(elements), lazy_td.stack_dim, tuple(elements[0].batch_size), device)
-        columns = _columns(elements)
-        total = sum(t.nbytes for column in columns.values() for t in column)
+        columns = columns_of(elements)
+        names = lazy_td.names if lazy_td._has_names() else None
+        info = replace(info, levels=columns.levels(info, names))
+        total = sum(t.nbytes for column in columns.tensors.values() for t in column)
         report, done = progress_bar(total, progress)
-        uploads = [upload_elements(path, column, report) for path, column in columns.items()]
         location = locate(prefix=prefix, td_id=td_id, **connection)
-        handle = create(location, info, uploads)
+        options: Any = {"allow_pickle": allow_pickle, "where": str(location)}
+        puts: list[Any] = [
+            *(upload_elements(path, column, report) for path, column in columns.tensors.items()),
+            *(put_value(path, (v, 1), **options) for path, v in columns.values.items()),
+        ]
+        handle = create(location, info, puts, cache=cache_metadata, allow_pickle=allow_pickle)
         done()
-        handle.cache = cache_metadata
         return cls._wrap(handle, None, backend)
 
     @classmethod
@@ -172,6 +174,7 @@ class LazyStackedTensorDictStore(Stored):
         prefix: str = "tensordict",
         device: Any = None,
         cache_metadata: bool = True,
+        allow_pickle: bool = False,
         **connection: Any,
     ) -> LazyStackedTensorDictStore:
         """Open a lazy stack that is on the server. Writes nothing there. One round trip.
@@ -182,6 +185,7 @@ class LazyStackedTensorDictStore(Stored):
             prefix: as in the constructor.
             device: device of the tensors that reads return; None takes the stored one.
             cache_metadata: as in the constructor.
+            allow_pickle: as in the constructor.
             **connection: as in ``from_lazy_stack``.
 
         Raises:
@@ -190,7 +194,7 @@ class LazyStackedTensorDictStore(Stored):
             IncompleteStore: its writer has not finished, or died.
         """
         location = locate(prefix=prefix, td_id=td_id, **connection)
-        handle = Handle.open(location, cache=cache_metadata)
+        handle = Handle.open(location, cache=cache_metadata, allow_pickle=allow_pickle)
         if not handle.lazy:
             handle.close()
             raise WrongStoreKind(
@@ -229,145 +233,66 @@ class LazyStackedTensorDictStore(Stored):
 
     # ---- hooks
 
-    def _read_paths(self, paths: list[str], index: Any) -> TensorDictBase:
-        return read(self._handle, paths, index, self._device)
+    def _reading(self, paths: list[str], index: Any, prefix: str) -> Operation[Any]:
+        return reading(self._handle, paths, index, self._device, prefix)
 
-    def _write_path(self, path: str, value: torch.Tensor) -> None:
-        batch = self._handle.info.batch
-        if tuple(value.shape[: len(batch)]) != batch:
-            raise EntryMismatch(
-                f"{self._handle.location}: the entry {path!r} must start with the batch size "
-                f"{list(batch)}, the value has shape {list(value.shape)}"
-            )
-        upload = upload_tensor(path, value)
-        # With the stack dim in front both layouts are the same.
-        self._handle.set_entry(
-            replace(upload, spec=replace(upload.spec, stack_first=self.stack_dim == 0))
+    def _stored_level(self, level: Level) -> Level:
+        """Take the stack dim out: nested levels are stored as those of one element."""
+        at = self.stack_dim
+        names = level.names[:at] + level.names[at + 1 :]
+        return replace(
+            level,
+            batch=level.batch[:at] + level.batch[at + 1 :],
+            names=names if any(names) else (),
         )
 
-    def _write_index(self, values: dict[str, Any], index: Any) -> None:
-        known = self._handle.paths()
-        # The first element that is written to an empty stack says what the entries are.
-        if known or type(index) is not int:
-            check_leaves(known, set(values), f"{self._handle.location}[{index!r}]")
-        self._write_at(values, index)
+    def _putting(self, flat: Flat, inplace: bool) -> Operation[Edit]:
+        handle = self._handle
+        options: Any = {"allow_pickle": handle.allow_pickle, "where": str(handle.location)}
+        specs: dict[str, Any] = (yield from handle.load(flat.tensors)) if inplace else {}
+        puts: list[Any] = []
+        for path, value in flat.tensors.items():
+            if inplace:
+                value = into_entry(value, specs[path])
+            check_batch(path, value, self._frame(path.rpartition(".")[0]).batch, handle.location)
+            put = upload_tensor(path, value)
+            # With the stack dim in front both layouts are the same.
+            puts.append(replace(put, spec=replace(put.spec, stack_first=self.stack_dim == 0)))
+        for path, (content, dims) in flat.values.items():
+            rows = _moved_first(content, self.stack_dim) if dims else content
+            puts.append(put_value(path, (rows, min(dims, 1)), **options))
+        return Edit(puts, flat.levels)
 
-    def _write_at(self, values: dict[str, Any], index: Any) -> None:
-        if type(index) is int and self.stack_dim == 0:
-            self._write_element(self._position(index), values)
-            return
-        handle, info, where = self._handle, self._handle.info, str(self._handle.location)
-        items = normalise(index, len(info.batch))
-        specs = handle.specs(values)
-        if any(spec.ragged for spec in specs.values()):
+    def _check_same_leaves(self, flat: Flat, index: Any) -> None:
+        # The first element that is written to an empty stack says what the entries are.
+        if self._handle.known() or type(index) is not int:
+            super()._check_same_leaves(flat, index)
+
+    def _writing_at(self, flat: Flat, index: Any) -> Operation[Edit]:
+        handle, frame, where = self._handle, index.frame, str(self._handle.location)
+        if type(index.index) is int and self.stack_dim == 0:
+            position = self._position(index.index)
+            return (yield from writing_element(handle, position, flat))
+        items = normalise(index.index, len(frame.batch))
+        specs = yield from handle.load(flat.paths)
+        if any(isinstance(spec, LeafSpec) and spec.ragged for spec in specs.values()):
             raise UnsupportedValue(
                 f"{where}: entries of different shapes are written an element at a time: "
                 "store[i] = td"
             )
-        rows = select(info.batch, items)
-        filled = {
-            path: scalar_values(value, specs[path], rows, info.batch)
-            if isinstance(value, Number)
-            else value
-            for path, value in values.items()
-        }
-        handle.write_ranges(rows_writes(specs, filled, rows, info.batch, info.stack, where))
-
-    def _write_element(self, position: int, values: dict[str, Any]) -> None:
-        """Write leaves of one element: in place where the shape stays, else the entry anew."""
-        handle, info = self._handle, self._handle.info
-        where = f"{handle.location}[{position}]"
-        for path in values.keys() - handle.paths():
-            self._add_entry(path, values[path], where)
-        specs = handle.specs(values)
-        inner = len(info.inner)
-        tensors: dict[str, torch.Tensor] = {}
-        for path, value in values.items():
-            shape = element_shape(specs[path], info, position)
-            if isinstance(value, Number):
-                value = number_as(value, specs[path].dtype, shape)
-            check_fit(path, value, specs[path].dtype, (*info.inner, *value.shape[inner:]), where)
-            tensors[path] = value
-        in_place, resized = [], []
-        for path, value in tensors.items():
-            spec = specs[path]
-            if tuple(value.shape) != element_shape(spec, info, position):
-                resized.append((spec, value))
-            elif spec.offsets is not None:
-                lo, hi = int(spec.offsets[position]), int(spec.offsets[position + 1])
-                sizes = [hi - lo] if hi > lo else []
-                ranges = Ranges(np.array([lo][: len(sizes)]), np.array(sizes, np.int64), None, 1)
-                in_place.append(RangeWrite(spec, ranges, as_bytes(value)))
-            else:
-                index = (slice(None),) * self.stack_dim + (position,)
-                rows = select(info.batch, normalise(index, len(info.batch)))
-                in_place += rows_writes(
-                    {path: spec}, {path: value}, rows, info.batch, info.stack, where
-                )
-        handle.write_ranges(in_place)
-        for spec, value in resized:
-            handle.learn(self._resize(spec, position, value, where))
-
-    def _add_entry(self, path: str, value: Any, where: str) -> None:
-        """Make an entry of zeros with the shape of one element's value."""
-        info = self._handle.info
-        if not isinstance(value, torch.Tensor) or value.shape[: len(info.inner)] != info.inner:
-            raise EntryMismatch(
-                f"{where}: a new entry {path!r} must be a tensor that starts with the batch size "
-                f"of an element, {list(info.inner)}"
-            )
-        upload = upload_zeros(check_key(key_of(path)), (info.count, *value.shape), value.dtype)
-        self._handle.set_entry(upload)
-
-    def _resize(self, spec: LeafSpec, position: int, value: torch.Tensor, where: str) -> LeafSpec:
-        info = self._handle.info
-        data = as_bytes(value).numpy().tobytes()
-
-        def load(fields: dict[str, Any], table: bytes | None) -> LeafSpec:
-            text = {k: v.decode() for k, v in fields.items()}
-            return decode(
-                spec.path, text, where=where, batch=info.batch, stack=info.stack, offsets=table
-            )
-
-        def patch(now: LeafSpec, blob: bytes) -> tuple[LeafSpec, bytes]:
-            if now.shapes is None:
-                blob = _stack_first(now, blob, info)
-                shapes = np.array([element_shape(now, info, 0)] * info.count, np.int64)
-                shapes = shapes.reshape(info.count, -1)
-            else:
-                shapes = now.shapes
-            offsets = ragged_offsets(shapes, now.dtype.itemsize)
-            rows = [tuple(n for n in row if n >= 0) for row in shapes.tolist()]
-            rows[position] = tuple(value.shape)
-            table = shapes_array(rows)
-            lo, hi = int(offsets[position]), int(offsets[position + 1])
-            new = LeafSpec(
-                spec.path,
-                now.dtype,
-                (info.count, *rows[0]),
-                True,
-                table,
-                ragged_offsets(table, now.dtype.itemsize),
-            )
-            return new, blob[:lo] + data + blob[hi : int(offsets[-1])]
-
-        operation = patch_ragged(self._handle.names, spec, position, load, patch, where)
-        return self._handle.client.write(operation)
-
-    def _read_element(self, position: int, paths: list[str]) -> TensorDictBase:
-        (element,) = read_elements(
-            self._handle, paths, np.array([position], np.int64), self._device
-        )
-        return element
+        rows = select(frame.batch, items)
+        changes = rows_changes(specs, flat.tensors, rows, frame.batch, frame.stack, where)
+        for path, value in flat.values.items():
+            at = first_dim_rows(path, rows, frame, where)
+            changes.append(value_patch(path, value, at, frame.batch[0], handle.allow_pickle, where))
+        return Edit(changes)
 
 
-def _stack_first(spec: LeafSpec, blob: bytes, info: StoreInfo) -> bytes:
-    """Return the bytes of a homogeneous entry with its elements one after the other."""
-    assert info.stack is not None
-    if spec.stack_first or info.stack == 0 or not blob:
-        return blob
-    rows = np.frombuffer(blob, np.uint8).reshape(*info.batch, -1)
-    return np.ascontiguousarray(np.moveaxis(rows, info.stack, 0)).tobytes()
+def _moved_first(value: Any, dim: int) -> list[Any]:
+    """Return nested lists with dim ``dim`` in front."""
+    for _ in range(dim):
+        value = [list(row) for row in zip(*value, strict=True)]
+    return list(value)
 
 
 def _info(count: int, stack_dim: int, inner: tuple[int, ...], device: Any) -> StoreInfo:
@@ -378,22 +303,6 @@ def _info(count: int, stack_dim: int, inner: tuple[int, ...], device: Any) -> St
         )
     batch = (*inner[:stack], count, *inner[stack:])
     return StoreInfo(batch, stack, "" if device is None else str(torch.device(device)))
-
-
-def _columns(elements: Sequence[TensorDictBase]) -> dict[str, list[torch.Tensor]]:
-    """Return the leaves of all elements by path.
-
-    Raises:
-        EntryMismatch: an element has other keys than the first.
-    """
-    columns: dict[str, list[torch.Tensor]] = {path: [] for path in leaves_of(elements[0])}
-    simple = set(columns)
-    for position, element in enumerate(elements):
-        leaves = leaves_of(element)
-        check_leaves(simple, set(leaves), f"element {position} of the stack")
-        for path, column in columns.items():
-            column.append(leaves[path])
-    return columns
 
 
 _register_tensor_class(LazyStackedTensorDictStore)

@@ -2,40 +2,43 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from numbers import Number
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from tdio._td import (
-    _ACCEPTED_CLASSES,
     LazyStackedTensorDict,
     TensorDict,
     TensorDictBase,
     _is_tensorclass,
     _register_tensor_class,
     _unravel_key_to_tuple,
+    imported_tensorclass,
     is_tensor_collection,
 )
-from tdio.errors import EntryMismatch, UnsupportedValue, WrongStoreKind
+from tdio.errors import WrongStoreKind
 from tdio.layout.index import normalise, select
 from tdio.layout.paths import check_key
 from tdio.store._stored import Stored
 from tdio.store.connecting import locate
-from tdio.store.handle import Handle, create, delete_store
-from tdio.store.reader import read
+from tdio.store.handle import Edit, Handle, create, delete_store
+from tdio.store.reader import reading
 from tdio.store.writer import (
-    check_leaves,
-    leaves_of,
+    Flat,
+    check_batch,
+    first_dim_rows,
+    flatten,
+    into_entry,
     progress_bar,
-    rows_writes,
-    scalar_values,
-    upload_tensor,
+    puts_of,
+    rows_changes,
     upload_zeros,
+    value_patch,
 )
 from tdio.wire.reading import StoreInfo
+from tdio.wire.requests import Operation
 
 
 class TensorDictStore(Stored):
@@ -56,8 +59,10 @@ class TensorDictStore(Stored):
         device: device of the tensors that reads return; None: CPU tensors, no device.
         client: a ``redis.Redis`` or ``redis.asyncio.Redis`` whose server and settings to use.
         td_id: id of the new store; None makes a random one. An existing id is refused.
-        cache_metadata: keep keys, shapes and dtypes in this process. What another handle changes
-            is then seen after ``refresh()``.
+        cache_metadata: keep keys, shapes and dtypes in this process. Every read checks that they
+            still hold; ``keys()`` and ``repr`` show another handle's new keys after ``refresh()``.
+        allow_pickle: write values that JSON cannot hold as pickles, and read those of others.
+            A pickle can run any code when it is read.
         **redis_kwargs: further arguments of ``redis.Redis``. Defaults differ from redis-py's in
             ``socket_connect_timeout=0.8`` and ``socket_timeout=10`` (seconds), and nothing is
             retried on a closed port.
@@ -92,6 +97,7 @@ class TensorDictStore(Stored):
         client: Any = None,
         td_id: str | None = None,
         cache_metadata: bool = True,
+        allow_pickle: bool = False,
         **redis_kwargs: Any,
     ) -> None:
         batch = tuple(batch_size) if batch_size is not None else ()
@@ -106,7 +112,7 @@ class TensorDictStore(Stored):
             **redis_kwargs,
         )
         info = StoreInfo(batch, None, "" if device is None else str(torch.device(device)))
-        self._create(location, info, cache_metadata, backend)
+        self._create(location, info, backend, cache=cache_metadata, allow_pickle=allow_pickle)
 
     # ---- construction
 
@@ -120,6 +126,7 @@ class TensorDictStore(Stored):
         device: Any = None,
         td_id: str | None = None,
         cache_metadata: bool = True,
+        allow_pickle: bool = False,
         progress: bool = False,
         **connection: Any,
     ) -> Any:
@@ -135,6 +142,7 @@ class TensorDictStore(Stored):
             device: device of the tensors that reads return; None takes that of ``td``.
             td_id: id of the new store; None makes a random one.
             cache_metadata: as in the constructor.
+            allow_pickle: as in the constructor.
             progress: show a bar of the bytes sent.
             **connection: ``host``, ``port``, ``db``, ``unix_socket_path``, ``client`` and
                 arguments of ``redis.Redis``.
@@ -146,7 +154,8 @@ class TensorDictStore(Stored):
         Raises:
             StoreExists: ``td_id`` is taken.
             EntryTooLarge: a leaf is above the server's string limit; nothing was sent.
-            UnsupportedValue: a leaf that is not a plain tensor, or a key with a ".".
+            UnsupportedValue: a tensor that is not dense, a value that JSON cannot hold, or a key
+                with a ".".
         """
         if isinstance(td, LazyStackedTensorDict):
             from tdio.store.lazy import LazyStackedTensorDictStore
@@ -158,6 +167,7 @@ class TensorDictStore(Stored):
                 device=device,
                 td_id=td_id,
                 cache_metadata=cache_metadata,
+                allow_pickle=allow_pickle,
                 progress=progress,
                 **connection,
             )
@@ -170,12 +180,12 @@ class TensorDictStore(Stored):
             "" if kind is None else f"{kind.__module__}.{kind.__qualname__}",
         )
         location = locate(prefix=prefix, td_id=td_id, **connection)
-        leaves = leaves_of(td)
-        report, done = progress_bar(sum(t.nbytes for t in leaves.values()), progress)
-        uploads = [upload_tensor(path, tensor, report) for path, tensor in leaves.items()]
-        handle = create(location, info, uploads)
+        flat = flatten(td)
+        info = replace(info, levels=flat.levels)
+        report, done = progress_bar(sum(t.nbytes for t in flat.tensors.values()), progress)
+        puts = puts_of(flat, report, allow_pickle=allow_pickle, where=str(location))
+        handle = create(location, info, puts, cache=cache_metadata, allow_pickle=allow_pickle)
         done()
-        handle.cache = cache_metadata
         store = cls._wrap(handle, None, backend)
         return store if kind is None else kind._from_tensordict(store)
 
@@ -197,7 +207,7 @@ class TensorDictStore(Stored):
             auto_batch_size: take the largest leading shape that all entries share.
             batch_size: the batch size ``[*B]``.
             batch_dims: at most so many dims for ``auto_batch_size``.
-            names: names of the batch dims; kept by this handle only.
+            names: names of the batch dims.
             **kwargs: as in ``from_tensordict``.
         """
         if is_tensor_collection(input_dict):
@@ -209,10 +219,9 @@ class TensorDictStore(Stored):
                 batch_size=batch_size,
                 batch_dims=batch_dims,
             )
-        store = cls.from_tensordict(td, **kwargs)
         if names is not None:
-            store.names = names
-        return store
+            td.names = names
+        return cls.from_tensordict(td, **kwargs)
 
     @classmethod
     def from_schema(
@@ -259,6 +268,7 @@ class TensorDictStore(Stored):
         device: Any = None,
         tensorclass_cls: type | str | None = None,
         cache_metadata: bool = True,
+        allow_pickle: bool = False,
         **connection: Any,
     ) -> Any:
         """Open a store that is on the server. Writes nothing there. One round trip.
@@ -271,6 +281,7 @@ class TensorDictStore(Stored):
             tensorclass_cls: a tensorclass to wrap the store in; None takes the stored one if its
                 class has been imported. The server's word alone never imports a module.
             cache_metadata: as in the constructor.
+            allow_pickle: as in the constructor.
             **connection: as in ``from_tensordict``.
 
         Raises:
@@ -279,7 +290,7 @@ class TensorDictStore(Stored):
             IncompleteStore: its writer has not finished, or died.
         """
         location = locate(prefix=prefix, td_id=td_id, **connection)
-        handle = Handle.open(location, cache=cache_metadata)
+        handle = Handle.open(location, cache=cache_metadata, allow_pickle=allow_pickle)
         if handle.lazy:
             handle.close()
             raise WrongStoreKind(
@@ -291,42 +302,30 @@ class TensorDictStore(Stored):
 
     # ---- hooks
 
-    def _read_paths(self, paths: list[str], index: Any) -> TensorDictBase:
-        return read(self._handle, paths, index, self._device)
+    def _reading(self, paths: list[str], index: Any, prefix: str) -> Operation[Any]:
+        return reading(self._handle, paths, index, self._device, prefix)
 
-    def _write_path(self, path: str, value: torch.Tensor) -> None:
-        batch = self._handle.info.batch
-        if tuple(value.shape[: len(batch)]) != batch:
-            raise EntryMismatch(
-                f"{self._handle.location}: the entry {path!r} must start with the batch size "
-                f"{list(batch)}, the value has shape {list(value.shape)}"
-            )
-        self._handle.set_entry(upload_tensor(path, value))
+    def _putting(self, flat: Flat, inplace: bool) -> Operation[Edit]:
+        handle = self._handle
+        tensors = flat.tensors
+        if inplace:
+            specs = yield from handle.load(tensors)
+            tensors = {path: into_entry(value, specs[path]) for path, value in tensors.items()}
+        for path, value in tensors.items():
+            check_batch(path, value, self._frame(path.rpartition(".")[0]).batch, handle.location)
+        whole = Flat(tensors, flat.values, flat.levels)
+        options: Any = {"allow_pickle": handle.allow_pickle, "where": str(handle.location)}
+        return Edit(puts_of(whole, **options), flat.levels)
 
-    def _write_at(self, values: dict[str, Any], index: Any) -> None:
-        handle, where = self._handle, str(self._handle.location)
-        specs = handle.specs(values)
-        rows = select(handle.info.batch, normalise(index, len(handle.info.batch)))
-        values = {
-            path: scalar_values(value, specs[path], rows, handle.info.batch)
-            if isinstance(value, Number)
-            else value
-            for path, value in values.items()
-        }
-        handle.write_ranges(rows_writes(specs, values, rows, handle.info.batch, None, where))
-
-    def _write_index(self, values: dict[str, Any], index: Any) -> None:
-        expected = {self._full(path) for path in self._leaf_paths()}
-        check_leaves(expected, set(values), f"{self._handle.location}[{index!r}]")
-        self._write_at(values, index)
-
-    def _nested(self, path: str) -> TensorDictBase:
-        out = self._shallow()
-        out._prefix = path
-        return out
-
-    def _nested_class(self) -> type:
-        return TensorDictStore
+    def _writing_at(self, flat: Flat, index: Any) -> Operation[Edit]:
+        handle, frame, where = self._handle, index.frame, str(self._handle.location)
+        specs = yield from handle.load(flat.paths)
+        rows = select(frame.batch, normalise(index.index, len(frame.batch)))
+        changes = rows_changes(specs, flat.tensors, rows, frame.batch, None, where)
+        for path, value in flat.values.items():
+            at = first_dim_rows(path, rows, frame, where)
+            changes.append(value_patch(path, value, at, frame.batch[0], handle.allow_pickle, where))
+        return Edit(changes)
 
 
 def _tensorclass(asked: type | str | None, stored: str) -> Any:
@@ -334,19 +333,7 @@ def _tensorclass(asked: type | str | None, stored: str) -> Any:
     if isinstance(asked, type):
         return asked
     name = asked or stored
-    if not name:
-        return None
-    for known in _ACCEPTED_CLASSES:
-        if _is_tensorclass(known) and f"{known.__module__}.{known.__qualname__}" == name:
-            return known
-    module, _, attribute = name.rpartition(".")
-    kind = getattr(sys.modules.get(module), attribute, None)
-    if isinstance(kind, type) and _is_tensorclass(kind):
-        return kind
-    raise UnsupportedValue(
-        f"the store holds a tensorclass {name[:100]!r} that has not been imported; import it "
-        "first, or pass tensorclass_cls="
-    )
+    return imported_tensorclass(name) if name else None
 
 
 def open_store(
@@ -372,7 +359,9 @@ def open_store(
 
     backend = connection.pop("backend", "redis")
     cache = connection.pop("cache_metadata", True)
-    handle = Handle.open(locate(prefix=prefix, td_id=td_id, **connection), cache=cache)
+    pickles = connection.pop("allow_pickle", False)
+    location = locate(prefix=prefix, td_id=td_id, **connection)
+    handle = Handle.open(location, cache=cache, allow_pickle=pickles)
     kind = LazyStackedTensorDictStore if handle.lazy else TensorDictStore
     return kind._wrap(handle, device, backend)
 

@@ -1,31 +1,42 @@
-"""Batch reads: a spec for each leaf and an index in, one consolidated batch out, one round trip."""
+"""Batch reads: what an entry is and an index in, one consolidated batch out, one round trip.
+
+Functions that return an ``Operation`` do no I/O; ``read`` and ``read_elements`` run them.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from tdio._td import LazyStackedTensorDict, TensorDict, build, consolidated
+from tdio._td import LazyStackedTensorDict, TensorDict, build, consolidated, value_entry
 from tdio.layout.buffers import Slot, allocate, pack
 from tdio.layout.index import Rows, normalise, select
 from tdio.layout.plan import Ranges, Selection, in_pieces, plan_elements, plan_rows
 from tdio.layout.spec import Int64Array, LeafSpec
-from tdio.store.handle import Handle
-from tdio.wire.requests import Fetch, Operation, RangeRead
+from tdio.layout.values import decode_value
+from tdio.store.handle import Contended, Handle, Plan
+from tdio.store.shape import Frame, levels_at
+from tdio.wire.reading import Spec
+from tdio.wire.requests import Operation, RangeRead
 
 #: Result of a read: a TensorDict, or a lazy stack where entries are ragged.
 Batch = TensorDict | LazyStackedTensorDict
 
 
 def read(
-    handle: Handle, paths: Sequence[str], index: Any, device: torch.device | None = None
+    handle: Handle,
+    paths: Sequence[str],
+    index: Any,
+    device: torch.device | None = None,
+    prefix: str = "",
 ) -> Batch:
-    """Read ``store[index]`` of the leaves ``paths``.
+    """Read ``store[index]`` of the leaves ``paths``, all under the level ``prefix``.
 
     One round trip once the metadata is known. A homogeneous batch is one storage of which the
     leaves are views; with ragged entries the result is a lazy stack of elements (a TensorDict
@@ -37,37 +48,159 @@ def read(
         EntryNotFound: the server lost an entry.
         CorruptEntry: an entry is shorter than its metadata says.
     """
+    return handle.client.read(lambda: reading(handle, paths, index, device, prefix))
+
+
+def reading(
+    handle: Handle,
+    paths: Sequence[str],
+    index: Any,
+    device: torch.device | None = None,
+    prefix: str = "",
+) -> Operation[Batch]:
+    """The operation of ``read``."""
+    specs = yield from handle.load(paths)
+    frame = Frame.of(handle.info, prefix)
+    items = normalise(index, len(frame.batch))
+    if any(isinstance(spec, LeafSpec) and spec.ragged for spec in specs.values()):
+        return (yield from _ragged(handle, paths, items, device, prefix))
+    rows = select(frame.batch, items)
+    plan = partial(_planning, handle, paths, device=device, prefix=prefix)
+    try:
+        return (yield from handle.fetch(lambda: plan(rows, items)))
+    except Contended:
+        if len(rows.positions) < 2 or not rows.depth:
+            raise
+    # Fewer rows at once: writers come between less often.
+    flat = Rows(rows.positions, (len(rows.positions),), rows.depth)
+    parts = []
+    for lo in range(0, len(flat.positions), _FEW_ROWS):
+        some = flat.positions[lo : lo + _FEW_ROWS]
+        part = Rows(some, (len(some),), flat.depth)
+        parts.append((yield from handle.fetch(partial(plan, part, None))))
+    whole: Any = torch.cat(parts, 0).reshape(*rows.shape, *frame.batch[rows.depth :])
+    return whole.consolidate()
+
+
+_FEW_ROWS = 8
+
+
+def _planning(
+    handle: Handle,
+    paths: Sequence[str],
+    rows: Rows,
+    items: tuple[Any, ...] | None,
+    device: torch.device | None,
+    prefix: str,
+) -> Operation[Plan]:
+    """Plan the rows of entries that are all homogeneous."""
+    specs = yield from handle.load(paths)
     info = handle.info
-    items = normalise(index, len(info.batch))
-    specs = list(handle.specs(paths).values())
-    if any(spec.ragged for spec in specs):
-        return _read_ragged(handle, specs, items, device)
-    rows = select(info.batch, items)
-    batch = (*rows.shape, *info.batch[rows.depth :])
-    leaves = [(s.dtype, (*batch, *feature(s, info.batch))) for s in specs]
-    slots, nbytes = pack(leaves)
+    tensors = [spec for spec in specs.values() if isinstance(spec, LeafSpec)]
+    values = [spec for spec in specs.values() if not isinstance(spec, LeafSpec)]
+    frame = Frame.of(info, prefix)
+    batch = (*rows.shape, *frame.batch[rows.depth :])
+    slots, nbytes = pack([(s.dtype, (*batch, *s.shape[len(frame.batch) :])) for s in tensors])
     storage = allocate(nbytes)
-    plans = plan_leaves(specs, rows, info.batch, info.stack)
-    handle.client.read(lambda: _fetch(handle, specs, plans, slots, storage))
-    placed = {spec.path: slot for spec, slot in zip(specs, slots, strict=True)}
-    storage = storage if device is None else storage.to(device)
-    return consolidated(storage, placed, batch, device)
+    plans = plan_leaves(tensors, rows, frame.batch, info.stack)
+    reads, place = _into(handle, tensors, plans, slots, storage)
+
+    def finish(blobs: list[bytes | None]) -> Batch:
+        place()
+        target = storage if device is None else storage.to(device)
+        cut = len(prefix) + 1 if prefix else 0
+        placed = {spec.path[cut:]: slot for spec, slot in zip(tensors, slots, strict=True)}
+        flat = {
+            spec.path[cut:]: _value_at(handle, spec, blob, frame, rows, items)
+            for spec, blob in zip(values, blobs, strict=True)
+        }
+        levels = levels_at(info, frame, rows, items)
+        return consolidated(target, placed, batch, device, values=flat, levels=levels)
+
+    return Plan(reads, [spec.path for spec in values], finish)
+
+
+def _value_at(
+    handle: Handle,
+    spec: Spec,
+    blob: bytes | None,
+    frame: Frame,
+    rows: Rows,
+    items: tuple[Any, ...] | None,
+) -> Any:
+    """Return the non-tensor entry of the selected rows."""
+    value, dims = _decode(handle, spec, blob)
+    after = (*rows.shape, *frame.batch[rows.depth :])
+    if not dims:
+        return value_entry(value, 0, after)
+    axis = frame.stack or 0
+    if dims == 1 and axis == 0 and rows.depth == 1 and len(rows.shape) <= 1:
+        chosen = [value[position] for position in rows.positions.tolist()]
+        return value_entry(chosen, 1, after) if rows.shape else value_entry(chosen[0], 0, after)
+    whole = value_entry(value, dims, frame.batch, axis)
+    return whole if not items else whole[items]
+
+
+def _decode(handle: Handle, spec: Spec, blob: bytes | None) -> tuple[Any, int]:
+    assert not isinstance(spec, LeafSpec)
+    return decode_value(
+        spec, blob or b"", allow_pickle=handle.allow_pickle, where=str(handle.location)
+    )
+
+
+# ---- elements of a lazy stack
 
 
 def read_elements(
-    handle: Handle, paths: Sequence[str], positions: Int64Array, device: torch.device | None = None
+    handle: Handle,
+    paths: Sequence[str],
+    positions: Int64Array,
+    device: torch.device | None = None,
+    prefix: str = "",
 ) -> list[TensorDict]:
     """Read the elements ``positions`` (int64 ``[n]``, in range) of a lazy stack.
 
     One round trip once the metadata is known; the leaves of all elements share one storage.
     """
-    info, count = handle.info, len(positions)
+    return handle.client.read(lambda: reading_elements(handle, paths, positions, device, prefix))
+
+
+def reading_elements(
+    handle: Handle,
+    paths: Sequence[str],
+    positions: Int64Array,
+    device: torch.device | None = None,
+    prefix: str = "",
+) -> Operation[list[TensorDict]]:
+    """The operation of ``read_elements``."""
+    plan = partial(_planning_elements, handle, paths, device=device, prefix=prefix)
+    try:
+        return (yield from handle.fetch(lambda: plan(positions)))
+    except Contended:
+        if len(positions) < 2:
+            raise
+    out: list[TensorDict] = []
+    for lo in range(0, len(positions), _FEW_ROWS):
+        out += yield from handle.fetch(partial(plan, positions[lo : lo + _FEW_ROWS]))
+    return out
+
+
+def _planning_elements(
+    handle: Handle,
+    paths: Sequence[str],
+    positions: Int64Array,
+    device: torch.device | None,
+    prefix: str,
+) -> Operation[Plan]:
+    specs = yield from handle.load(paths)
+    info = handle.info
     assert info.stack is not None
-    specs = list(handle.specs(paths).values())
+    tensors = [spec for spec in specs.values() if isinstance(spec, LeafSpec)]
+    values = [spec for spec in specs.values() if not isinstance(spec, LeafSpec)]
     plans: list[Ranges] = []
     leaves: list[tuple[torch.dtype, tuple[int, ...]]] = []
-    for spec in specs:
-        if spec.shapes is not None and spec.offsets is not None:
+    for spec in tensors:
+        if spec.offsets is not None:
             plans.append(plan_elements(positions, spec.offsets))
             sizes = spec.offsets[positions + 1] - spec.offsets[positions]
             leaves.append((spec.dtype, (int(sizes.sum()) // spec.dtype.itemsize,)))
@@ -79,59 +212,85 @@ def read_elements(
         leaves.append((spec.dtype, shape))
     slots, nbytes = pack(leaves)
     storage = allocate(nbytes)
-    handle.client.read(lambda: _fetch(handle, specs, plans, slots, storage))
-    storage = storage if device is None else storage.to(device)
-    columns = [
-        _split(spec, slot, storage, positions, info.stack)
-        for spec, slot in zip(specs, slots, strict=True)
-    ]
-    names = [spec.path for spec in specs]
-    return [
-        build(dict(zip(names, (column[i] for column in columns), strict=True)), info.inner, device)
-        for i in range(count)
-    ]
+    reads, place = _into(handle, tensors, plans, slots, storage)
+
+    def finish(blobs: list[bytes | None]) -> list[TensorDict]:
+        place()
+        target = storage if device is None else storage.to(device)
+        columns: list[Sequence[Any]] = [
+            _split(spec, slot, target, positions, info.stack or 0)
+            for spec, slot in zip(tensors, slots, strict=True)
+        ]
+        for value, blob in zip(values, blobs, strict=True):
+            content, dims = _decode(handle, value, blob)
+            chosen = positions.tolist()
+            picked = [content[i] for i in chosen] if dims else [content] * len(chosen)
+            columns.append([value_entry(one, 0, info.inner) for one in picked])
+        cut = len(prefix) + 1 if prefix else 0
+        names = [path[cut:] for path in (*(s.path for s in tensors), *(s.path for s in values))]
+        frame = Frame.of_element(info, prefix)
+        levels = levels_at(info, frame, None, None)
+        return [
+            build(dict(zip(names, one, strict=True)), frame.batch, device, levels)
+            for one in (zip(*columns, strict=True) if columns else [()] * len(positions))
+        ]
+
+    return Plan(reads, [spec.path for spec in values], finish)
 
 
-def _read_ragged(
-    handle: Handle, specs: list[LeafSpec], items: tuple[Any, ...], device: torch.device | None
-) -> Batch:
-    info, paths = handle.info, [spec.path for spec in specs]
+def _ragged(
+    handle: Handle,
+    paths: Sequence[str],
+    items: tuple[Any, ...],
+    device: torch.device | None,
+    prefix: str,
+) -> Operation[Batch]:
+    info = handle.info
     assert info.stack is not None
     at, item = _stack_item(items, info.stack)
     if at is None:
-        everything = read_elements(handle, paths, np.arange(info.count), device)
-        whole = LazyStackedTensorDict(*everything, stack_dim=info.stack)
+        elements = yield from reading_elements(handle, paths, np.arange(info.count), device, prefix)
+        whole = _stacked(elements, info.stack, info)
         if not items:
             return whole
         select(info.batch, items)  # raises for a bad index before torch does
         return whole[items]
     rows = select((info.count,), (item,))
-    distinct, inverse = np.unique(rows.positions, return_inverse=True)
-    if len(items) == 1 and at == 0 and len(rows.shape) == 1:
-        if not len(rows.positions):
-            return _empty_batch(specs, info.inner, device)
-        # Each element of the batch has bytes of its own, also where an index repeats.
-        elements = read_elements(handle, paths, rows.positions, device)
-        return LazyStackedTensorDict(*elements, stack_dim=0)
-    select(info.batch, items)
-    elements = read_elements(handle, paths, distinct, device)
-    if not len(elements):
-        return _empty_batch(specs, info.inner, device)
-    stack = LazyStackedTensorDict(*elements, stack_dim=info.stack)
+    if len(items) > 1 or at:
+        select(info.batch, items)
+    direct = len(items) == 1 and at == 0 and len(rows.shape) == 1
+    # Each element of a batch has bytes of its own, also where an index repeats.
+    distinct, inverse = (
+        (rows.positions, None) if direct else np.unique(rows.positions, return_inverse=True)
+    )
+    if not len(distinct):
+        specs = yield from handle.load(paths)
+        return _empty_batch(list(specs.values()), info.inner, device, prefix)
+    elements = yield from reading_elements(handle, paths, distinct, device, prefix)
+    if inverse is None:
+        return _stacked(elements, 0, info)
     local = torch.from_numpy(inverse.reshape(rows.shape))
     inner = (*items[:at], local if local.ndim else int(local), *items[at + 1 :])
-    return stack[inner]
+    return _stacked(elements, info.stack, info)[inner]
+
+
+def _stacked(elements: list[TensorDict], dim: int, info: Any) -> LazyStackedTensorDict:
+    root = info.levels.get("")
+    name = root.names[info.stack] if root is not None and root.names else None
+    return LazyStackedTensorDict(*elements, stack_dim=dim, stack_dim_name=name)
 
 
 def _empty_batch(
-    specs: list[LeafSpec], inner: tuple[int, ...], device: torch.device | None
+    specs: list[Spec], inner: tuple[int, ...], device: torch.device | None, prefix: str
 ) -> TensorDict:
     """Return the batch of no elements: ragged dims become 0."""
     flat = {}
+    cut = len(prefix) + 1 if prefix else 0
     for spec in specs:
-        below = spec.shape[len(inner) + 1 :]
-        shape = (0, *inner, *(0 if spec.ragged else n for n in below))
-        flat[spec.path] = torch.empty(shape, dtype=spec.dtype, device=device)
+        if isinstance(spec, LeafSpec):
+            below = spec.shape[len(inner) + 1 :]
+            shape = (0, *inner, *(0 if spec.ragged else n for n in below))
+            flat[spec.path[cut:]] = torch.empty(shape, dtype=spec.dtype, device=device)
     return build(flat, (0, *inner), device)
 
 
@@ -146,6 +305,9 @@ def _stack_item(items: tuple[Any, ...], stack: int) -> tuple[int | None, Any]:
             return at, item
         dim += taken
     return None, None
+
+
+# ---- from rows to ranges
 
 
 def feature(spec: LeafSpec, batch: tuple[int, ...]) -> tuple[int, ...]:
@@ -165,6 +327,7 @@ def plan_leaves(
     plans: list[Ranges] = []
     plain = Selection(rows.positions)
     swapped: Selection | None = None
+    inner = math.prod(batch[rows.depth :])
     for spec in specs:
         row = math.prod(feature(spec, batch)) * spec.dtype.itemsize
         if stack and spec.stack_first:
@@ -172,7 +335,6 @@ def plan_leaves(
                 swapped = Selection(_to_stack_first(rows, batch, stack))
             plans.append(plan_rows(swapped, row, gather=gather))
         else:
-            inner = math.prod(batch[rows.depth :])
             plans.append(plan_rows(plain, inner * row, gather=gather))
     return plans
 
@@ -189,33 +351,50 @@ def _to_stack_first(rows: Rows, batch: tuple[int, ...], stack: int) -> Int64Arra
     return np.ravel_multi_index(tuple(first), shape).astype(np.int64)
 
 
-def _fetch(
+@dataclass(frozen=True)
+class _Gather:
+    """Rows that were read in ascending order, to be put in their places."""
+
+    scratch: Any
+    plan: Ranges
+    into: Any
+
+    def place(self) -> None:
+        assert self.plan.rows is not None
+        size = self.plan.row_bytes
+        table, target = self.scratch.reshape(-1, size), self.into.reshape(-1, size)
+        if size % 8 == 0 and self.into.ctypes.data % 8 == 0:
+            # Whole words: a gather of bytes costs three times as much.
+            table, target = table.view(np.int64), target.view(np.int64)
+        np.take(table, self.plan.rows, axis=0, out=target, mode="clip")
+
+
+def _into(
     handle: Handle,
     specs: Sequence[LeafSpec],
     plans: Sequence[Ranges],
     slots: Sequence[Slot],
     storage: torch.Tensor,
-) -> Operation[None]:
-    """Bring the planned ranges into their slots of ``storage``, in one round trip."""
+) -> tuple[list[RangeRead], Callable[[], None]]:
+    """Return the reads that bring the planned ranges, and what puts gathered rows in place."""
     target = storage.numpy()
-    reads, gathers = [], []
+    reads: list[RangeRead] = []
+    gathers: list[_Gather] = []
     for spec, plan, slot in zip(specs, plans, slots, strict=True):
         if not slot.nbytes:
             continue
         into = target[slot.start : slot.start + slot.nbytes]
         if plan.rows is not None:
-            scratch = np.empty(plan.moved_bytes, np.uint8)
-            gathers.append((scratch, plan, into))
-            into = scratch
-        pieces = in_pieces(replace(plan, rows=None))
+            gathers.append(_Gather(np.empty(plan.moved_bytes, np.uint8), plan, into))
+            into = gathers[-1].scratch
         what = f"entry {spec.path!r} of {handle.location}"
-        reads.append(RangeRead(handle.names.data(spec.path), pieces, into, what))
-    if reads:
-        yield Fetch(reads)
-    for scratch, plan, into in gathers:
-        assert plan.rows is not None
-        table = scratch.reshape(-1, plan.row_bytes)
-        np.take(table, plan.rows, axis=0, out=into.reshape(-1, plan.row_bytes))
+        reads.append(RangeRead(handle.names.data(spec.path), in_pieces(plan), into, what))
+
+    def place() -> None:
+        for gather in gathers:
+            gather.place()
+
+    return reads, place
 
 
 def _split(

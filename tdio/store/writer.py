@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Number
 from typing import Any
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
-from tdio._td import TensorDictBase, _unravel_key_to_tuple, is_non_tensor
+from tdio._td import (
+    UnbatchedTensor,
+    _is_tensorclass,
+    is_non_tensor,
+    is_tensor_collection,
+    value_of,
+)
 from tdio.errors import EntryMismatch, UnsupportedValue
 from tdio.layout.dtypes import as_bytes, dtype_name
 from tdio.layout.index import Rows
+from tdio.layout.levels import Level
 from tdio.layout.paths import check_key
-from tdio.layout.spec import LeafSpec, ragged_offsets, shapes_array
+from tdio.layout.spec import Int64Array, LeafSpec, ragged_offsets, shapes_array
+from tdio.layout.values import ValueSpec, decode_value, encode_value
 from tdio.store.reader import feature, plan_leaves
+from tdio.store.shape import Frame
+from tdio.wire.changes import Patch, PutRows, PutTensor, PutValue
+from tdio.wire.reading import Spec
 from tdio.wire.requests import Body, Buffer
-from tdio.wire.writing import RangeWrite, Upload
 
 #: An upload holds at most this much beside what the caller holds.
 CHUNK_BYTES = 32 * 1024 * 1024
@@ -38,26 +50,93 @@ def progress_bar(total_bytes: int, enabled: bool) -> tuple[Progress, Callable[[]
     return bar.update, bar.close
 
 
-def leaves_of(td: TensorDictBase) -> dict[str, torch.Tensor]:
-    """Return the tensor leaves of ``td`` by path.
+@dataclass
+class Flat:
+    """A tensordict by path.
+
+    Attributes:
+        tensors: the tensor leaves.
+        values: the non-tensor entries: value, and how many batch dims it spells out.
+        levels: the levels that are not the default: names, other batch sizes, classes, empty.
+    """
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    values: dict[str, tuple[Any, int]] = field(default_factory=dict)
+    levels: dict[str, Level] = field(default_factory=dict)
+
+    @property
+    def paths(self) -> set[str]:
+        """The paths of all leaf entries."""
+        return self.tensors.keys() | self.values.keys()
+
+    def under(self, prefix: str) -> Flat:
+        """Return the same entries below another level."""
+        if not prefix:
+            return self
+        return Flat(
+            {f"{prefix}.{path}": v for path, v in self.tensors.items()},
+            {f"{prefix}.{path}": v for path, v in self.values.items()},
+            {f"{prefix}.{path}" if path else prefix: v for path, v in self.levels.items()},
+        )
+
+
+def flatten(td: Any, root: Sequence[int] | None = None) -> Flat:
+    """Return a tensordict or tensorclass by path.
+
+    Args:
+        td: what to take apart.
+        root: the batch size that is the default for its levels; None takes that of ``td``.
 
     Raises:
-        UnsupportedValue: a non-tensor leaf, or a key that would not round-trip.
+        UnsupportedValue: a leaf of another kind, or a key that would not round-trip.
     """
-    leaves: dict[str, torch.Tensor] = {}
-    for key in td.keys(include_nested=True, leaves_only=False):
-        value = td.get(key)
-        if is_non_tensor(value):
-            raise UnsupportedValue(
-                f"the entry {key!r} is not a tensor; this version stores tensors only, take it "
-                f"out with td.exclude({key!r})"
-            )
+    flat = Flat()
+    _flatten(td, "", tuple(td.batch_size if root is None else root), flat)
+    return flat
+
+
+def _flatten(td: Any, path: str, root: tuple[int, ...], flat: Flat) -> None:
+    kind = type(td)
+    if _is_tensorclass(kind):
+        td = td._tensordict
+    name = f"{kind.__module__}.{kind.__qualname__}" if _is_tensorclass(kind) and path else ""
+    names = tuple(td.names) if td._has_names() else ()
+    keys = list(td.keys())
+    if names or name or tuple(td.batch_size) != root or (path and not keys):
+        flat.levels[path] = Level(tuple(td.batch_size), names, name)
+    for key in keys:
+        below = f"{path}.{check_key(key)}" if path else check_key(key)
+        value = td._get_str(key, None)
         if isinstance(value, torch.Tensor):
-            leaves[check_key(_unravel_key_to_tuple(key))] = value
-    return leaves
+            flat.tensors[below] = value
+        elif is_non_tensor(value):
+            flat.values[below] = value_of(value)
+        elif is_tensor_collection(value) and not isinstance(value, UnbatchedTensor):
+            _flatten(value, below, root, flat)
+        else:
+            raise UnsupportedValue(
+                f"the entry {below!r} is a {type(value).__name__}, which cannot be stored: store "
+                "its tensors as entries"
+            )
 
 
-def upload_tensor(path: str, tensor: torch.Tensor, progress: Progress = _no_progress) -> Upload:
+def put_value(path: str, value: tuple[Any, int], *, allow_pickle: bool, where: str) -> PutValue:
+    """Return the write of one non-tensor entry.
+
+    Raises:
+        UnsupportedValue: JSON cannot hold it, and pickles are not allowed.
+    """
+    return PutValue(*encode_value(path, *value, allow_pickle=allow_pickle, where=where))
+
+
+def puts_of(flat: Flat, progress: Progress | None = None, **options: Any) -> list[Any]:
+    """Return the writes of all entries; ``options`` are those of ``put_value``."""
+    report = progress or _no_progress
+    tensors = [upload_tensor(path, tensor, report) for path, tensor in flat.tensors.items()]
+    return [*tensors, *(put_value(path, v, **options) for path, v in flat.values.items())]
+
+
+def upload_tensor(path: str, tensor: torch.Tensor, progress: Progress = _no_progress) -> PutTensor:
     """Return the upload of one dense tensor ``[*batch, *]``, in the layout of the tensor."""
     dtype_name(tensor.dtype)
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
@@ -86,7 +165,7 @@ def upload_tensor(path: str, tensor: torch.Tensor, progress: Progress = _no_prog
 
         return Body(stop - start, chunks)
 
-    return Upload(spec, body)
+    return PutTensor(spec, body)
 
 
 def _report(view: memoryview, progress: Progress) -> Iterator[memoryview]:
@@ -98,7 +177,7 @@ def _report(view: memoryview, progress: Progress) -> Iterator[memoryview]:
 
 def upload_elements(
     path: str, elements: Sequence[torch.Tensor], progress: Progress = _no_progress
-) -> Upload:
+) -> PutTensor:
     """Return the upload of one entry of a lazy stack: its elements one after the other.
 
     Raises:
@@ -138,22 +217,36 @@ def upload_elements(
 
         return Body(stop - start, chunks)
 
-    return Upload(spec, body)
+    return PutTensor(spec, body)
 
 
-def upload_zeros(path: str, shape: tuple[int, ...], dtype: torch.dtype) -> Upload:
-    """Return the upload of an entry of zeros, made a megabyte at a time."""
+def upload_zeros(
+    path: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    part: tuple[int, torch.Tensor] | None = None,
+) -> PutTensor:
+    """Return the upload of an entry of zeros, made a megabyte at a time.
+
+    ``part`` is an offset in bytes and the uint8 ``[n]`` that stand there instead.
+    """
+    dtype_name(dtype)
     spec = LeafSpec(path, dtype, shape)
-    block = bytes(min(spec.nbytes, 1024 * 1024))
+    step = 1024 * 1024
+    at, data = (0, b"") if part is None else (part[0], part[1].numpy().tobytes())
 
     def body(start: int, stop: int) -> Body:
         def chunks() -> Iterator[Buffer]:
-            for at in range(start, stop, max(1, len(block))):
-                yield memoryview(block)[: stop - at]
+            for lo in range(start, stop, step):
+                block = bytearray(min(step, stop - lo))
+                first, last = max(at, lo), min(at + len(data), lo + len(block))
+                if first < last:
+                    block[first - lo : last - lo] = data[first - at : last - at]
+                yield block
 
         return Body(stop - start, chunks)
 
-    return Upload(spec, body)
+    return PutTensor(spec, body)
 
 
 def _join(elements: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -195,26 +288,102 @@ def check_fit(
         )
 
 
-def rows_writes(
-    specs: Mapping[str, LeafSpec],
-    values: Mapping[str, torch.Tensor],
+def check_batch(path: str, value: torch.Tensor, batch: tuple[int, ...], where: Any) -> None:
+    """Refuse a whole entry that does not start with the batch size.
+
+    Raises:
+        EntryMismatch: naming both.
+    """
+    if tuple(value.shape[: len(batch)]) != batch:
+        raise EntryMismatch(
+            f"{where}: the entry {path!r} must start with the batch size {list(batch)}, the value "
+            f"has shape {list(value.shape)}"
+        )
+
+
+def into_entry(value: torch.Tensor, spec: Spec) -> torch.Tensor:
+    """Return a value as an in-place write takes it: broadcast and cast as by ``copy_``.
+
+    Raises:
+        EntryMismatch: it does not broadcast to the entry.
+    """
+    if not isinstance(spec, LeafSpec) or spec.ragged:
+        return value
+    if tuple(value.shape) != spec.shape:
+        value = _broadcast(value, spec.shape)
+        check_fit(spec.path, value, value.dtype, spec.shape, "in place")
+    return value.to(spec.dtype)
+
+
+def rows_changes(
+    specs: Mapping[str, Spec],
+    values: Mapping[str, Any],
     rows: Rows,
     batch: tuple[int, ...],
     stack: int | None,
     where: str,
-) -> list[RangeWrite]:
-    """Return the writes of ``values`` at ``rows`` of homogeneous leaves; all checked first."""
-    writes = []
+) -> list[Any]:
+    """Return the writes of tensors and numbers at ``rows`` of homogeneous leaves, all checked."""
+    writes: list[Any] = []
     for path, value in values.items():
         spec = specs[path]
+        if not isinstance(spec, LeafSpec):
+            raise EntryMismatch(
+                f"{where}: the entry {path!r} holds no tensor, the value is one; nothing was "
+                "written. Replace the whole entry with set"
+            )
         shape = (*rows.shape, *batch[rows.depth :], *feature(spec, batch))
+        if isinstance(value, Number):
+            value = number_as(value, spec.dtype, shape)
         if value.dtype == spec.dtype and value.shape != torch.Size(shape):
             value = _broadcast(value, shape)
         check_fit(path, value, spec.dtype, shape, where)
         # A write may not touch the gaps between rows: runs only, never gathered.
         (plan,) = plan_leaves([spec], rows, batch, stack, gather=False)
-        writes.append(RangeWrite(spec, plan, as_bytes(value)))
+        writes.append(PutRows(spec, plan, as_bytes(value)))
     return writes
+
+
+def first_dim_rows(path: str, rows: Rows, frame: Frame, where: str) -> Int64Array:
+    """Return the rows of dim 0 that a write to a non-tensor entry touches, int64 ``[n]``.
+
+    Raises:
+        EntryMismatch: an index of more dims, or a stack dim that is not the first.
+    """
+    if not frame.batch or frame.stack or rows.depth > 1:
+        raise EntryMismatch(
+            f"{where}: the non-tensor entry {path!r} is written by an index on dim 0 only; write "
+            "the whole entry with set"
+        )
+    return rows.positions if rows.depth else np.arange(frame.batch[0])
+
+
+def value_patch(
+    path: str,
+    value: tuple[Any, int],
+    positions: Int64Array,
+    count: int,
+    allow_pickle: bool,
+    where: str,
+) -> Patch:
+    """Return the write of one non-tensor value, or one for each, at some of ``count`` rows."""
+    given, dims = value
+    each = given if dims else [given] * len(positions)
+    if len(each) != len(positions):
+        raise EntryMismatch(
+            f"{where}: {len(each)} values for {len(positions)} rows of the entry {path!r}"
+        )
+
+    def patch(now: Spec, blob: bytes) -> PutValue:
+        if not isinstance(now, ValueSpec):
+            raise EntryMismatch(f"{where}: the entry {path!r} holds a tensor now, not a value")
+        held, held_dims = decode_value(now, blob, allow_pickle=allow_pickle, where=where)
+        whole = list(held) if held_dims else [held] * count
+        for position, one in zip(positions.tolist(), each, strict=True):
+            whole[position] = one
+        return put_value(path, (whole, 1), allow_pickle=allow_pickle, where=where)
+
+    return Patch(path, patch)
 
 
 def _broadcast(value: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
@@ -222,12 +391,6 @@ def _broadcast(value: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         return value.expand(shape)
     except RuntimeError:
         return value  # check_fit names both shapes
-
-
-def scalar_values(value: Any, spec: LeafSpec, rows: Rows, batch: tuple[int, ...]) -> torch.Tensor:
-    """Return a number as the tensor of the entry's dtype that it fills the rows with."""
-    shape = (*rows.shape, *batch[rows.depth :], *feature(spec, batch))
-    return number_as(value, spec.dtype, shape)
 
 
 def number_as(value: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

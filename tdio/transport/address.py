@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import context
 from typing import Any
 
 import redis
 import redis.asyncio
+import redis.asyncio.retry
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
@@ -82,6 +85,12 @@ class Address:
             options=options,
         )
 
+    def open_link(self) -> Any:
+        """Open a connection that does round trips."""
+        from tdio.transport.link import Link
+
+        return Link(self)
+
     def connect(self) -> Any:
         """Open a connection: a connected, authenticated ``redis.connection`` object.
 
@@ -90,6 +99,22 @@ class Address:
             ServerTimeout: it accepts and stays silent.
             AuthenticationFailed: wrong user or password. Not retried.
         """
+        connection: Any = redis.Redis(**self._kwargs(Retry)).connection_pool.make_connection()
+        with self._named_errors():
+            connection.connect()
+        return connection
+
+    async def connect_async(self) -> Any:
+        """Open a connection of ``redis.asyncio`` to the running loop. Raises as ``connect``."""
+        client = redis.asyncio.Redis(**self._kwargs(redis.asyncio.retry.Retry))
+        pool: Any = client.connection_pool
+        connection = pool.make_connection()
+        with self._named_errors():
+            await connection.connect()
+        return connection
+
+    def _kwargs(self, retry: Any) -> dict[str, Any]:
+        """Return the arguments of a redis-py client that tries once."""
         kwargs = {
             "socket_connect_timeout": SOCKET_CONNECT_TIMEOUT_S,
             "socket_timeout": SOCKET_TIMEOUT_S,
@@ -97,22 +122,25 @@ class Address:
             **{k: v for k, v in self.options.items() if v is not None},
             "db": self.db,
             # Ten retries with back-off are redis-py's default: 4 s to report a closed port.
-            "retry": Retry(NoBackoff(), 0),
+            "retry": retry(NoBackoff(), 0),
         }
         if self.unix_socket_path is not None:
-            kwargs["unix_socket_path"] = self.unix_socket_path
-        else:
-            kwargs |= {"host": self.host, "port": self.port}
-        connection: Any = redis.Redis(**kwargs).connection_pool.make_connection()
+            return kwargs | {"unix_socket_path": self.unix_socket_path}
+        return kwargs | {"host": self.host, "port": self.port}
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        """Turn redis-py's errors of connecting into ours."""
         try:
-            connection.connect()
+            yield
         except (redis.AuthenticationError, redis.exceptions.NoPermissionError) as error:
             raise AuthenticationFailed(
                 f"{self} refused the user or the password ({error}); check username= and password="
             ) from error
-        except redis.TimeoutError as error:
+        except (redis.TimeoutError, TimeoutError) as error:
+            limit = self.options.get("socket_connect_timeout") or SOCKET_CONNECT_TIMEOUT_S
             raise ServerTimeout(
-                f"{self} did not answer within {kwargs['socket_connect_timeout']} s of connecting "
+                f"{self} did not answer within {limit} s of connecting "
                 f"({error}); is it up, and is the address right?"
             ) from error
         except (redis.RedisError, OSError) as error:
@@ -122,7 +150,6 @@ class Address:
                 f"no server answers at {self}: {error}; start one, or pass the host=, port= or "
                 "unix_socket_path= of one that runs"
             ) from error
-        return connection
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from tdio.errors import ServerUnavailable
+from tdio.errors import ServerUnavailable, TdioError
 from tdio.transport.address import Address
 from tdio.transport.link import Link
 from tdio.wire.requests import Operation
@@ -59,11 +59,21 @@ class Client:
         return self._drive(operation, self._take())
 
     def _drive(self, operation: Operation[T], link: Link) -> T:
+        """Run an operation: do each round trip, and let it see what our errors mean."""
         try:
             request = next(operation)
             while True:
                 self.round_trips += 1
-                request = operation.send(link.exchange(request))
+                try:
+                    replies = link.exchange(request)
+                except TdioError as error:
+                    request = operation.throw(error)
+                    # It goes on: on another connection where this one is out of step.
+                    if link.broken:
+                        link.close()
+                        link = self._take()
+                else:
+                    request = operation.send(replies)
         except StopIteration as stop:
             result: T = stop.value
             return result
@@ -86,7 +96,8 @@ class Client:
             if not link.stale():
                 return link
             link.close()
-        return Link(self.address)
+        fresh: Link = self.address.open_link()
+        return fresh
 
     def _give_back(self, link: Link) -> None:
         if link.broken or self._closed or len(self._idle) >= _MAX_IDLE:

@@ -43,6 +43,29 @@ class Names:
         return self.key("__tdio_commit__")
 
     @property
+    def version(self) -> str:
+        """Tdio's token of the data: a writer replaces it by a new one with each write."""
+        return self.key("__tdio_version__")
+
+    @property
+    def schema(self) -> str:
+        """Tdio's token of the metadata: replaced when keys, shapes, dtypes or kinds change."""
+        return self.key("__tdio_schema__")
+
+    @property
+    def levels(self) -> str:
+        """Tdio's hash of what its levels are: names, nested batch sizes and classes."""
+        return self.key("__tdio_levels__")
+
+    @property
+    def values(self) -> str:
+        """Tdio's set of the paths of the non-tensor entries of a lazy stack.
+
+        Not in the registry: the reference cannot read a lazy stack that lists one.
+        """
+        return self.key("__tdio_values__")
+
+    @property
     def planned(self) -> str:
         """Tdio's set of the paths that an upload under way will register."""
         return self.key("__tdio_planned__")
@@ -60,4 +83,8 @@ GLOBAL_SUFFIXES = (
     "__inner_batch_size__",
     "__tdio_commit__",
     "__tdio_planned__",
+    "__tdio_version__",
+    "__tdio_schema__",
+    "__tdio_levels__",
+    "__tdio_values__",
 )

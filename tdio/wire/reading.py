@@ -3,22 +3,42 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from tdio.errors import (
-    CorruptEntry,
-    EntryNotFound,
-    IncompleteStore,
-    StoreNotFound,
-    UnsupportedValue,
-)
+from tdio.errors import CorruptEntry, EntryNotFound, IncompleteStore, StoreNotFound
+from tdio.layout.levels import Level, decode_levels
+from tdio.layout.paths import parents
 from tdio.layout.spec import LeafSpec, decode
+from tdio.layout.values import ValueSpec, decode_fields
 from tdio.wire.names import Names
 from tdio.wire.requests import Arg, Commands, Operation
 
 #: The highest version of tdio's additions that this code understands.
 FORMAT_VERSION = 1
+
+
+#: What an entry is: a tensor, or a non-tensor value.
+Spec = LeafSpec | ValueSpec
+TOKEN_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What the version keys held; equal tokens mean that no write of tdio came between.
+
+    Attributes:
+        version: replaced by every write; empty for a store that tdio has never written to.
+        schema: replaced by a write that changes keys, shapes, dtypes, kinds or levels.
+    """
+
+    version: bytes = b""
+    schema: bytes = b""
+
+
+def token_items(names: Names) -> list[tuple[Arg, ...]]:
+    """Return the commands whose replies ``Tokens`` takes. Bounded: the keys may be hostile."""
+    return [("GETRANGE", key, 0, 2 * TOKEN_BYTES - 1) for key in (names.version, names.schema)]
 
 
 @dataclass(frozen=True)
@@ -31,6 +51,8 @@ class StoreInfo:
         device: ``str(device)`` or "".
         tensorclass: the path of the tensorclass that was stored, or "".
         paths: the paths of all leaf entries.
+        levels: the levels that are not the default, by path.
+        tokens: the version keys, read before everything else.
     """
 
     batch: tuple[int, ...]
@@ -38,6 +60,8 @@ class StoreInfo:
     device: str = ""
     tensorclass: str = ""
     paths: frozenset[str] = field(default_factory=frozenset, repr=False)
+    levels: Mapping[str, Level] = field(default_factory=dict, repr=False)
+    tokens: Tokens = field(default_factory=Tokens, repr=False)
 
     @property
     def count(self) -> int:
@@ -50,6 +74,11 @@ class StoreInfo:
         """Batch size of one element of a lazy stack."""
         assert self.stack is not None
         return self.batch[: self.stack] + self.batch[self.stack + 1 :]
+
+    @property
+    def nested(self) -> tuple[int, ...]:
+        """What the batch sizes of nested levels start with: of the store, or of one element."""
+        return self.batch if self.stack is None else self.inner
 
 
 def _text(raw: bytes | None) -> str:
@@ -70,15 +99,23 @@ def find(names: Names, where: str) -> Operation[StoreInfo]:
         "__tensorclass__",
         "__type__",
         "__count__",
+        "__stack_dim__",
+        "__inner_batch_size__",
     )
-    suffixes += ("__stack_dim__", "__inner_batch_size__")
-    items: list[tuple[Arg, ...]] = [("GET", names.key(suffix)) for suffix in suffixes]
-    items += [("HGETALL", names.commit), ("SMEMBERS", names.registry)]
-    *raw, commit, registry = yield Commands(items)
+    items = token_items(names)
+    items += [("GET", names.key(suffix)) for suffix in suffixes]
+    items += [("HGETALL", names.commit), ("HGETALL", names.levels)]
+    items += [("SMEMBERS", names.registry), ("SMEMBERS", names.values)]
+    version, schema, *raw, commit, levels, registry, values = yield Commands(items)
     batch, device, tensorclass, kind, count, stack_dim, inner = map(_text, raw)
     # A RESP2 server sends a hash as a flat list, a RESP3 one as a dict.
     _check_commit(_pairs(commit), where, names)
-    paths = frozenset(path.decode() for path in registry)
+    if raw[0] is None and kind != "lazy_stack":
+        raise StoreNotFound(
+            f"{where} holds no store; check td_id=, prefix=, host=, port= and db=, and that "
+            "the server was not restarted or emptied"
+        )
+    stack = None
     try:
         if kind == "lazy_stack":
             sizes = list(_sizes(inner))
@@ -87,15 +124,19 @@ def find(names: Names, where: str) -> Operation[StoreInfo]:
             if int(count) < 0 or not 0 <= stack <= len(sizes):
                 raise ValueError(f"count {count}, stack_dim {stack_dim}")
             sizes.insert(stack, int(count))
-            return StoreInfo(tuple(sizes), stack, device, "", paths)
-        if raw[0] is None:
-            raise StoreNotFound(
-                f"{where} holds no store; check td_id=, prefix=, host=, port= and db=, and that "
-                "the server was not restarted or emptied"
-            )
-        return StoreInfo(_sizes(batch), None, device, tensorclass, paths)
-    except (ValueError, TypeError) as error:
+        else:
+            sizes = list(_sizes(batch))
+        paths = {path.decode() for path in (*registry, *values)}
+        # As for the reference, "x" is the nested level where "x" and "x.y" are both there.
+        paths -= {parent for path in paths for parent in parents(path)}
+    except (ValueError, TypeError, RecursionError) as error:
         raise CorruptEntry(f"{where}: its global keys are damaged: {error}") from error
+    info = StoreInfo(
+        tuple(sizes), stack, device, tensorclass, frozenset(paths), {}, Tokens(version, schema)
+    )
+    if not levels:
+        return info
+    return replace(info, levels=decode_levels(_pairs(levels), info.batch, info.nested, where))
 
 
 def _sizes(text: str) -> tuple[int, ...]:
@@ -130,46 +171,55 @@ def _pairs(reply: object) -> dict[str, str]:
 
 def load_specs(
     names: Names, info: StoreInfo, paths: Sequence[str], where: str
-) -> Operation[dict[str, LeafSpec]]:
+) -> Operation[dict[str, Spec]]:
     """Read the metadata of entries: one round trip, a second one where some are ragged.
 
     Raises:
         EntryNotFound: an entry has no metadata.
-        UnsupportedValue: a non-tensor entry.
         CorruptEntry: metadata that makes no sense.
     """
     replies = yield Commands([("HGETALL", names.meta(path)) for path in paths])
     fields = {path: _pairs(reply) for path, reply in zip(paths, replies, strict=True)}
+    ragged = []
     for path in paths:
         if not fields[path]:
             raise EntryNotFound(f"{where}: the entry {path!r} is gone from the server")
-        if fields[path].get("is_non_tensor") == "1":
-            raise UnsupportedValue(
-                f"{where}: the entry {path!r} is not a tensor; this version reads tensors only, "
-                "select others with keys="
-            )
-    ragged = [
-        path
-        for path in paths
-        if info.stack is not None and fields[path].get("homogeneous", "1") != "1"
-    ]
+        if is_ragged(info, fields[path]):
+            ragged.append(path)
     tables: dict[str, bytes] = {}
     if ragged:
-        tables = dict(
-            zip(
-                ragged,
-                (yield Commands([("GET", names.offsets(path)) for path in ragged])),
-                strict=True,
-            )
-        )
-    return {
-        path: decode(
-            path,
-            fields[path],
-            where=f"{where}, entry {path!r}",
-            batch=info.batch,
-            stack=info.stack,
-            offsets=tables.get(path),
-        )
-        for path in paths
-    }
+        found = yield Commands([("GET", names.offsets(path)) for path in ragged])
+        tables = dict(zip(ragged, found, strict=True))
+    return {path: spec_of(info, path, fields[path], tables.get(path), where) for path in paths}
+
+
+def is_ragged(info: StoreInfo, fields: Mapping[str, str]) -> bool:
+    """Return whether the metadata of an entry says that it has an offset table."""
+    dense = fields.get("homogeneous", "1") == "1" or fields.get("is_non_tensor") == "1"
+    return info.stack is not None and not dense
+
+
+def spec_of(
+    info: StoreInfo, path: str, fields: Mapping[str, str], table: bytes | None, where: str
+) -> Spec:
+    """Return what an entry is; of a kind that was written over another, the reference's choice.
+
+    Raises:
+        CorruptEntry: metadata that makes no sense.
+    """
+    where = f"{where}, entry {path!r}"
+    if fields.get("is_non_tensor") == "1":
+        return decode_fields(path, fields, where)
+    return decode(path, fields, where=where, batch=info.batch, stack=info.stack, offsets=table)
+
+
+def load_entry(
+    info: StoreInfo, path: str, meta: object, table: bytes | None, where: str
+) -> Spec | None:
+    """Return what an entry is from raw replies, or None where it is gone.
+
+    Raises:
+        CorruptEntry: metadata that makes no sense.
+    """
+    fields = _pairs(meta)
+    return spec_of(info, path, fields, table, where) if fields else None

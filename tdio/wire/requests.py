@@ -65,9 +65,17 @@ class RangeRead:
 
 @dataclass(frozen=True)
 class Fetch:
-    """One round trip of range reads; its reply is None, the data is in the buffers."""
+    """One round trip of range reads, whose data is in the buffers when it ends.
+
+    Attributes:
+        reads: what to read.
+        after: ordinary commands that follow them; their replies are those of the round trip.
+        atomic: wrap all of it in MULTI/EXEC.
+    """
 
     reads: list[RangeRead] = field(default_factory=list)
+    after: list[tuple[Arg, ...]] = field(default_factory=list)
+    atomic: bool = False
 
 
 Request = Commands | Fetch
@@ -95,6 +103,6 @@ def error_of(message: str, what: str) -> TdioError:
     code = message.split(" ", 1)[0]
     if code in ("WRONGPASS", "NOAUTH"):
         return AuthenticationFailed(f"{what}: the server refused the user or password: {message}")
-    if code == "NOPERM":
+    if code == "NOPERM" or (code == "EXECABORT" and "NOPERM" in message):
         return AccessDenied(f"{what}: this user may not do that: {message}")
     return ServerError(f"{what}: the server answered: {message}")

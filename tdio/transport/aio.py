@@ -1,0 +1,133 @@
+"""The same operations from a coroutine: an async link and the driver over it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from tdio.errors import ServerUnavailable, TdioError
+from tdio.transport.address import Address
+from tdio.transport.client import BACKOFF_S
+from tdio.transport.link import named_errors
+from tdio.transport.protocol import Protocol, Steps
+from tdio.wire.requests import Operation, Request
+
+T = TypeVar("T")
+_MAX_IDLE = 4
+
+
+class AsyncLink:
+    """A connection of ``redis.asyncio`` that belongs to one event loop."""
+
+    def __init__(self, address: Address, connection: Any):
+        self._address = address
+        self._connection = connection
+        self._protocol = Protocol(address)
+        self.broken = False
+
+    def stale(self) -> bool:
+        """Whether the server closed the idle connection."""
+        return bool(self._connection._reader.at_eof())
+
+    async def close(self) -> None:
+        """Close the connection."""
+        self.broken = True
+        await self._connection.disconnect()
+
+    async def exchange(self, request: Request) -> Any:
+        """Do one round trip. Raises as ``Link.exchange``; cancelled, the link is broken."""
+        reader, writer = self._connection._reader, self._connection._writer
+        steps = self._protocol.exchange(request)
+        self.broken = True
+        try:
+            with named_errors(self._address):
+                return await self._drive(steps, reader, writer)
+        finally:
+            self.broken = not self._protocol.in_step
+
+    async def _drive(self, steps: Steps, reader: Any, writer: Any) -> Any:
+        limit_s = self._address.timeout_s
+        try:
+            sending, buffer = next(steps)
+            while True:
+                if sending:
+                    writer.write(buffer)
+                    await asyncio.wait_for(writer.drain(), limit_s)
+                    sending, buffer = next(steps)
+                    continue
+                data = await asyncio.wait_for(reader.read(len(buffer)), limit_s)
+                if not data:
+                    raise ServerUnavailable(f"{self._address} closed the connection")
+                buffer[: len(data)] = data
+                sending, buffer = steps.send(len(data))
+        except StopIteration as stop:
+            return stop.value
+
+
+class AsyncClient:
+    """A server, seen from one event loop. Operations may run side by side, each on its own link."""
+
+    def __init__(self, address: Address):
+        self.address = address
+        self._idle: list[AsyncLink] = []
+        self._owner = (os.getpid(), asyncio.get_running_loop())
+
+    @property
+    def usable(self) -> bool:
+        """Whether this is the loop that the links belong to."""
+        return self._owner == (os.getpid(), asyncio.get_running_loop())
+
+    async def read(self, operation: Callable[[], Operation[T]]) -> T:
+        """Run a read-only operation; as ``Client.read``, from a coroutine."""
+        for wait_s in BACKOFF_S:
+            try:
+                return await self._drive(operation())
+            except ServerUnavailable:
+                await asyncio.sleep(wait_s)
+        return await self._drive(operation())
+
+    async def write(self, operation: Operation[T]) -> T:
+        """Run an operation that writes; as ``Client.write``, from a coroutine."""
+        return await self._drive(operation)
+
+    async def _drive(self, operation: Operation[T]) -> T:
+        link = await self._take()
+        try:
+            request = next(operation)
+            while True:
+                try:
+                    replies = await link.exchange(request)
+                except TdioError as error:
+                    request = operation.throw(error)
+                    if link.broken:
+                        await link.close()
+                        link = await self._take()
+                else:
+                    request = operation.send(replies)
+        except StopIteration as stop:
+            result: T = stop.value
+            return result
+        except BaseException:
+            link.broken = True
+            raise
+        finally:
+            operation.close()
+            if link.broken or len(self._idle) >= _MAX_IDLE:
+                await link.close()
+            else:
+                self._idle.append(link)
+
+    async def _take(self) -> AsyncLink:
+        while self._idle:
+            link = self._idle.pop()
+            if not link.stale():
+                return link
+            await link.close()
+        return AsyncLink(self.address, await self.address.connect_async())
+
+    async def close(self) -> None:
+        """Close the connections."""
+        while self._idle:
+            await self._idle.pop().close()
