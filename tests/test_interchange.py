@@ -448,8 +448,6 @@ def test_a_store_that_they_have_cleared_is_not_there(ours, theirs, where):
 
 
 # ---- entries that are not tensors
-
-not_yet = pytest.mark.xfail(strict=True, reason="tdio stores tensors only so far")
 JSON_VALUES = [
     "text",
     "héllo \r\n",
@@ -478,18 +476,20 @@ def value_of(got):
     return got.tolist() if hasattr(got, "tolist") else got
 
 
-@not_yet
 @pytest.mark.parametrize("value", JSON_VALUES, ids=repr)
 def test_one_value_for_the_batch(ways, value):
     writes, reads = ways
     got = reads.open(writes.write(of_batch(value)))
     assert value_of(got["v"]) == value
     assert type(value_of(got["v"])) is type(value)
-    assert value_of(got[1]["v"]) == value
-    assert value_of(got.to_tensordict()["v"]) == value
+    # The reference returns a dict at an index as a tensordict, and refuses to read numbers and
+    # dicts with the whole store.
+    if isinstance(got, OURS) or not isinstance(value, dict):
+        assert value_of(got[1]["v"]) == value
+    if isinstance(got, OURS) or isinstance(value, (str, list)):
+        assert value_of(got.to_tensordict()["v"]) == value
 
 
-@not_yet
 @pytest.mark.parametrize("values", ROW_VALUES, ids=repr)
 def test_one_value_for_each_row(ways, values):
     writes, reads = ways
@@ -501,7 +501,6 @@ def test_one_value_for_each_row(ways, values):
     assert list(value_of(got[[2, 0]]["v"])) == [values[2], values[0]]
 
 
-@not_yet
 def test_values_of_rows_that_the_other_side_writes(ways):
     writes, reads = ways
     made = writes.write(of_rows(["a", "b", "c"]))
@@ -515,7 +514,6 @@ def test_values_of_rows_that_the_other_side_writes(ways):
     assert value_of(got[2]["v"]) == "two"
 
 
-@not_yet
 def test_values_under_a_nested_key(ways):
     writes, reads = ways
     local = TensorDict(
@@ -526,14 +524,12 @@ def test_values_under_a_nested_key(ways):
     assert ("deep", "v") in got.keys(True)
 
 
-@not_yet
 def test_none(ours, theirs):
     """Stored as null by both; the reference cannot read it back."""
     assert value_of(ours.open(theirs.write(of_batch(None)))["v"]) is None
     assert value_of(ours.open(ours.write(of_batch(None)))["v"]) is None
 
 
-@not_yet
 def test_values_in_a_stack_of_two_dims(ours, theirs):
     rows = NonTensorStack(NonTensorStack("a", "b"), NonTensorStack("c", "d"))
     local = TensorDict(v=rows, batch_size=[2, 2])
@@ -541,14 +537,12 @@ def test_values_in_a_stack_of_two_dims(ours, theirs):
         assert value_of(reads.open(writes.write(local))["v"]) == [["a", "b"], ["c", "d"]]
 
 
-@not_yet
 def test_an_entry_without_the_encoding_field_is_json(ours, theirs, raw, where):
     made = theirs.write(of_batch("text"))
     raw.hdel(Names(where["prefix"], id_of(made)).meta("v"), "encoding")
     assert value_of(ours.open(made)["v"]) == "text"
 
 
-@not_yet
 @pytest.mark.parametrize("value", [{1, 2}, b"\x00\xff", 1 + 2j], ids=repr)
 def test_pickles(ours, theirs, value):
     made = theirs.write(of_batch(value))
@@ -562,7 +556,6 @@ def test_pickles(ours, theirs, value):
     assert value_of(theirs.open(ours.write(of_batch(value), allow_pickle=True))["v"]) == value
 
 
-@not_yet
 def test_tensors_over_text_and_back(ours, theirs):
     """The reference leaves ``is_non_tensor`` behind and cannot read its own store after this."""
     made = ours.write(of_batch("text"))
