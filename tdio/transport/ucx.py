@@ -15,6 +15,7 @@ from typing import Any
 
 from tdio.errors import PeerLost, PipeClosed, PipeTimeout, PortInUse, ProtocolError
 from tdio.transport import ucx_lib as lib
+from tdio.transport.ucx_adopted import adopt
 from tdio.transport.ucx_endpoint import UcxEndpoint
 from tdio.transport.ucx_handshake import (
     Steps,
@@ -27,7 +28,7 @@ from tdio.transport.ucx_handshake import (
 )
 from tdio.transport.ucx_worker import Worker
 
-__all__ = ["Listener", "connect", "connect_async", "listen"]
+__all__ = ["Listener", "adopt", "connect", "connect_async", "listen"]
 
 log = logging.getLogger("tdio")
 
@@ -89,7 +90,7 @@ def _connecting(where: str, found: list[Any], timeout_s: float) -> Steps[UcxEndp
     why = ""
     for count in itertools.count():
         family, _, _, _, address = found[count % len(found)]
-        endpoint = _dial(where, lib.pack_address(family, address))
+        endpoint = _dial(where, family, address)
         if isinstance(endpoint, int):
             why = lib.ucp().text(endpoint)
         else:
@@ -107,11 +108,14 @@ def _connecting(where: str, found: list[Any], timeout_s: float) -> Steps[UcxEndp
     ) from reason
 
 
-def _dial(where: str, address: bytes) -> Any:
-    raw = c.create_string_buffer(address, len(address))
-    target = lib.SockAddr(c.addressof(raw), len(address))
+def _dial(where: str, family: int, address: Any) -> Any:
+    packed = lib.pack_address(family, address)
+    raw = c.create_string_buffer(packed, len(packed))
+    target = lib.SockAddr(c.addressof(raw), len(packed))
     mask = lib.EP_ADDRESS | lib.EP_FLAGS
-    return new_endpoint(Worker(), where, False, mask, flags=lib.CLIENT_SERVER, sockaddr=target)
+    return new_endpoint(
+        Worker(family), where, False, mask, flags=lib.CLIENT_SERVER, sockaddr=target
+    )
 
 
 class Listener:
@@ -135,7 +139,8 @@ class Listener:
             )
         # One listener has one address: of a name with several, the IPv4 one.
         family, _, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
-        self._worker: Worker | None = Worker()
+        self._family = family
+        self._worker: Worker | None = Worker(family)
         requests: deque[int] = deque()
         self._requests = requests
         # UCX keeps the pointer: the callback lives as long as the listener.
@@ -198,7 +203,8 @@ class Listener:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             yield Wait(left, self, self._called)
             request = self._requests.popleft()
-            made = new_endpoint(Worker(), self.name, True, lib.EP_REQUEST, conn_request=request)
+            worker = Worker(self._family)
+            made = new_endpoint(worker, self.name, True, lib.EP_REQUEST, conn_request=request)
             if isinstance(made, int):
                 log.warning("%s: a client was gone before it was accepted", self.name)
                 continue

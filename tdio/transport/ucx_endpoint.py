@@ -56,13 +56,13 @@ def address(buffer: Any, writable: bool = False) -> tuple[int, int, bool]:
 class UcxTransfer(Transfer):
     """One message, with its buffer, which lives until UCX is done with it."""
 
-    __slots__ = ("_buffer", "_endpoint", "_error", "_request", "nbytes")
+    __slots__ = ("_buffer", "_endpoint", "error", "nbytes", "request")
 
     def __init__(self, endpoint: UcxEndpoint, buffer: Any, nbytes: int):
         self._endpoint = endpoint
         self._buffer = buffer
-        self._error: Exception | None = None
-        self._request: int | None = None
+        self.error: Exception | None = None
+        self.request: int | None = None
         self.nbytes = nbytes
 
     def start(self, request: int | None) -> None:
@@ -72,36 +72,36 @@ class UcxTransfer(Transfer):
         elif request >= lib.FIRST_ERROR:
             self._fail(request - (1 << 64))
         else:
-            self._request = request
+            self.request = request
             self._endpoint.pending.add(self)
 
     def _fail(self, status: int) -> None:
         self._buffer = None
         endpoint = self._endpoint
         if status == lib.ERR_MESSAGE_TRUNCATED:
-            self._error = ProtocolError(
+            self.error = ProtocolError(
                 f"{endpoint.name}: a message is longer than the buffer for it, {self.nbytes} bytes"
             )
         else:
-            self._error = lost(endpoint.api, endpoint.name, failure(endpoint.key) or status)
+            self.error = lost(endpoint.api, endpoint.name, endpoint.failure() or status)
 
     @property
     def done(self) -> bool:
         """Whether the buffer is free again: the message arrived, left, or failed."""
-        if self._request is None:
+        if self.request is None:
             return True
         return self._check()
 
     def _check(self) -> bool:
         endpoint = self._endpoint
-        status = endpoint.api.request_check_status(self._request)
+        status = endpoint.api.request_check_status(self.request)
         if status == lib.IN_PROGRESS:
             return False
         if status == lib.OK:
             self._received()
         else:
             self._fail(status)
-        endpoint.api.request_free(self._request)
+        endpoint.api.request_free(self.request)
         self._release()
         return True
 
@@ -109,12 +109,12 @@ class UcxTransfer(Transfer):
         """Note the size of what came, where it was a receive."""
 
     def _release(self) -> None:
-        self._request = self._buffer = None
+        self.request = self._buffer = None
         self._endpoint.pending.discard(self)
 
     def abandon(self, error: Exception) -> None:
         """End the transfer of an endpoint that is closed and no longer touches the buffer."""
-        self._error = error
+        self.error = error
         self._release()
 
     def result(self) -> int:
@@ -127,8 +127,8 @@ class UcxTransfer(Transfer):
         """
         if not self.done:
             raise RuntimeError(f"{self._endpoint.name}: the transfer is still under way")
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         return self.nbytes
 
 
@@ -137,7 +137,7 @@ class _Receive(UcxTransfer):
 
     def _received(self) -> None:
         endpoint = self._endpoint
-        endpoint.api.tag_recv_request_test(self._request, endpoint.info_pointer)
+        endpoint.api.tag_recv_request_test(self.request, endpoint.info_pointer)
         self.nbytes = endpoint.info.length
 
 
@@ -150,10 +150,10 @@ class UcxEndpoint(Endpoint):
         key: under which UCX reports its failure.
     """
 
-    def __init__(self, worker: Worker, handle: int, key: int, name: str, accepted: bool):
+    def __init__(self, worker: Worker, handle: int, key: int, name: str, accepted: bool | None):
         self._worker: Worker | None = worker
         self._handle = handle
-        self.key = key
+        self._key = key
         self.name = name
         self.accepted = accepted
         self.api = api = worker.api
@@ -192,7 +192,7 @@ class UcxEndpoint(Endpoint):
 
     def failure(self) -> int | None:
         """The error code under which UCX gave the connection up, if it has."""
-        return failure(self.key)
+        return failure(self._key)
 
     def keep(self, thing: T) -> T:
         """Keep alive what UCX holds a pointer to, as long as the endpoint."""
@@ -200,7 +200,7 @@ class UcxEndpoint(Endpoint):
         return thing
 
     def _lost(self) -> PeerLost | None:
-        status = failure(self.key)
+        status = self.failure()
         return None if status is None else lost(self.api, self.name, status)
 
     def send(self, buffer: Any, channel: int = 0) -> UcxTransfer:
@@ -211,7 +211,7 @@ class UcxEndpoint(Endpoint):
             PipeClosed: this end is closed.
         """
         self._open()
-        if failure(self.key) is not None and (error := self._lost()):
+        if error := self._lost():
             raise error
         place, nbytes, cuda = address(buffer)
         transfer = UcxTransfer(self, buffer, nbytes)
@@ -259,17 +259,17 @@ class UcxEndpoint(Endpoint):
 
     def _ready_or_lost(self, ready: Callable[[], bool]) -> Callable[[], bool]:
         """``ready``, or an error once the connection is lost and all that came is taken in."""
-        key = self.key
 
         def check() -> bool:
             if ready():
                 return True
-            if failure(key) is None:
+            error = self._lost()
+            if error is None:
                 return False
             self._open().progress()
             if ready():
                 return True
-            raise lost(self.api, self.name, failure(key) or 0)
+            raise error
 
         return check
 
@@ -310,12 +310,12 @@ class UcxEndpoint(Endpoint):
         worker.run(closing, CLOSE_S)
         for transfer in list(self.pending):
             if not transfer.done:
-                self.api.request_cancel(worker.handle, transfer._request)
+                self.api.request_cancel(worker.handle, transfer.request)
         worker.progress()
         worker.close()
         for transfer in list(self.pending):
             transfer.abandon(PipeClosed(f"{self.name}: this end was closed during the transfer"))
-        forget(self.key)
+        forget(self._key)
 
     def __del__(self) -> None:
         if getattr(self, "_worker", None) is not None:

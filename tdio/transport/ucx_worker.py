@@ -12,6 +12,8 @@ import ctypes as c
 import itertools
 import os
 import select
+import socket
+import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -29,7 +31,12 @@ CONFIG = {
     # A killed peer is seen at once because its socket closes; where another process holds that
     # socket (a forked child of the peer), the process is looked for at this interval.
     "KEEPALIVE_INTERVAL": "2s",
+    # A port is free again when its listener closes, though connections it made are still open.
+    "TCP_CM_REUSEADDR": "y",
 }
+#: UCX 1.21 reserves room for the address family of its own device and writes the peer's into it,
+#: past the end where that is IPv6 and its own IPv4; so both ends of an IPv6 connection say IPv6.
+_IPV6 = {"TCP_AF_PRIO": "inet6,inet"}
 _DEFAULTS_OF_UCXX = {"UCX_RNDV_THRESH": "8192"}
 #: How long a wait polls before it blocks, in seconds.
 SPIN_S = 100e-6
@@ -42,7 +49,7 @@ YIELD_S = 2e-3
 _failed: dict[int, int] = {}
 _keys = itertools.count(1)
 _workers: weakref.WeakSet[Worker] = weakref.WeakSet()
-_used_by_parent = False
+_used = _forked = False
 
 
 #: UCX calls it inside ``progress``, in the thread that drives the worker.
@@ -68,11 +75,15 @@ def forget(key: int) -> None:
 
 
 def _after_fork_in_child() -> None:
-    global _used_by_parent
+    global _forked
+    _forked = _forked or _used or _used_by_ucxx()
     for worker in _workers:
-        if worker.usable:
-            _used_by_parent = True
-            worker.disown()
+        worker.disown()
+
+
+def _used_by_ucxx() -> bool:
+    """Whether ucxx's own asyncio layer has a context."""
+    return getattr(sys.modules.get("ucxx.core"), "_ctx", None) is not None
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
@@ -84,7 +95,7 @@ def check_fork() -> None:
     Raises:
         TransportUnavailable: this process was forked from one that had used UCX.
     """
-    if _used_by_parent:
+    if _forked:
         raise TransportUnavailable(
             f"process {os.getpid()} was forked from one that had already used a pipe, and UCX "
             "does not work in such a child: start it with multiprocessing's 'spawn' "
@@ -92,11 +103,11 @@ def check_fork() -> None:
         )
 
 
-def config() -> dict[str, str]:
+def config(family: int) -> dict[str, str]:
     """The settings for a context: ours, less those for which the user set a variable."""
     return {
         name: value
-        for name, value in CONFIG.items()
+        for name, value in (CONFIG | (_IPV6 if family == socket.AF_INET6 else {})).items()
         if os.environ.get(f"UCX_{name}") in (None, _DEFAULTS_OF_UCXX.get(f"UCX_{name}"))
     }
 
@@ -104,16 +115,21 @@ def config() -> dict[str, str]:
 class Worker:
     """A context and a worker, and the two ways to wait for it.
 
+    Args:
+        family: the address family of the connections.
+
     Raises:
         TransportUnavailable: ucxx is missing, or this process is a forked child.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, family: int = socket.AF_INET) -> None:
+        global _used
         check_fork()
         core = lib.core()
         self.api = api = lib.ucp()
         features = (core.Feature.TAG, core.Feature.STREAM, core.Feature.WAKEUP)
-        context = core.UCXContext(config(), feature_flags=features)
+        _used = True
+        context = core.UCXContext(config(family), feature_flags=features)
         self._worker = core.UCXWorker(context)
         self._worker.init_blocking_progress_mode()
         self.handle: int = self._worker.handle
@@ -152,7 +168,7 @@ class Worker:
             if now < spin_until:
                 continue
             if timeout_s is not None and now - began >= timeout_s:
-                raise _timeout(what, timeout_s)
+                raise timed_out(what, timeout_s)
             if not progress(handle) and self._arm() and not ready():
                 self._sleep(began, timeout_s)
                 spin_until = clock() + SPIN_S
@@ -188,7 +204,7 @@ class Worker:
                 self._yielded = now
                 continue
             if timeout_s is not None and now - began >= timeout_s:
-                raise _timeout(what, timeout_s)
+                raise timed_out(what, timeout_s)
             if not progress(handle) and self._arm() and not ready():
                 left = SLICE_S if timeout_s is None else began + timeout_s - now
                 await self._event(min(left, SLICE_S))
@@ -226,12 +242,14 @@ class Worker:
 
     def disown(self) -> None:
         """Give the worker up in a forked child, where destroying it would talk to the peers."""
-        self.usable = False
-        # Never freed: not when it is collected, nor when the interpreter ends.
-        c.pythonapi.Py_IncRef(c.py_object(self._worker))
+        if self.usable:
+            self.usable = False
+            # Never freed: not when it is collected, nor when the interpreter ends.
+            c.pythonapi.Py_IncRef(c.py_object(self._worker))
 
 
-def _timeout(what: str, timeout_s: float) -> PipeTimeout:
+def timed_out(what: str, timeout_s: float) -> PipeTimeout:
+    """The error for a wait that took too long."""
     return PipeTimeout(f"{what}: nothing within {timeout_s:g} s; raise the timeout if it is slow")
 
 
