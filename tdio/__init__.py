@@ -1,7 +1,9 @@
 """Feed PyTorch training from TensorDicts that live outside the training process."""
 
 from tdio.data import (
+    StoreBatchSampler,
     StoreDataset,
+    StoreReader,
     collate_lazy,
     collate_nested,
     collate_pad,
@@ -15,7 +17,9 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LazyStackedTensorDictStore",
+    "StoreBatchSampler",
     "StoreDataset",
+    "StoreReader",
     "TensorDictPipe",
     "TensorDictServer",
     "TensorDictStore",

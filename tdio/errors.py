@@ -28,6 +28,7 @@ __all__ = [
     "ServerError",
     "ServerTimeout",
     "ServerUnavailable",
+    "StateMismatch",
     "StoreExists",
     "StoreNotFound",
     "TdioError",
@@ -87,6 +88,10 @@ class IndexOutOfRange(TdioError, IndexError):
 
 class InvalidIndex(TdioError, IndexError):
     """An index of a type or shape that cannot select rows (a float, a mask of another length)."""
+
+
+class StateMismatch(TdioError, ValueError):
+    """A saved state does not belong to this dataset, order or seed."""
 
 
 class ServerUnavailable(TdioError, ConnectionError):

@@ -1,0 +1,283 @@
+"""``StoreBatchSampler``: batches of row numbers that shard over ranks and resume exactly."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from typing import TypeVar
+
+import numpy as np
+import torch.distributed as dist
+from torch.utils.data import Sampler
+
+from tdio.data.order import Tail, epoch_order, share, step_sizes
+from tdio.errors import StateMismatch
+from tdio.layout.spec import Int64Array
+
+T = TypeVar("T")
+#: Version of the state that ``state_dict`` returns.
+STATE_VERSION = 1
+_TAILS = ("exact", "drop_last", "pad")
+
+
+class StoreBatchSampler(Sampler[list[int]]):
+    """Batches of row numbers for ``DataLoader(batch_sampler=...)``, sharded over ranks.
+
+    The order of an epoch is a function of (seed, epoch, number of rows, ``block_rows``) alone.
+    In each step all ranks together take the next rows of it, so a state is one position, and a
+    run may go on with another number of ranks or workers: no row is left out or seen twice.
+
+    An epoch that was drawn to its end moves ``epoch`` on by one; one that was left early begins
+    again at the next ``iter``.
+
+    Args:
+        dataset: anything with a length, or that length.
+        batch_size: rows of a batch of one rank.
+        shuffle: False takes the rows in order.
+        seed: whole number >= 0, the same on every rank.
+        epoch: the epoch to begin with.
+        num_replicas: number of ranks; None takes it from ``torch.distributed`` where that is
+            initialised, else from the environment variable ``WORLD_SIZE``, else 1.
+        rank: rank of this process, found in the same way (``RANK``, else 0).
+        tail: what becomes of rows that do not fill a step of all ranks. ``"exact"``: the last
+            batches are smaller, each row comes exactly once. ``"drop_last"``: they are left out.
+            ``"pad"``: rows from the beginning of the order come again, all batches are full.
+            Every rank has the same number of batches in any case.
+        block_rows: None shuffles single rows. Else blocks of so many neighbours are shuffled,
+            and the rows within each 8 successive blocks: reads become runs of neighbours, which
+            one range read serves. ``docs/data.md`` says what that costs in randomness.
+
+    Raises:
+        ValueError: ``exact`` is impossible (fewer rows than ranks, or batches of one row that do
+            not come out even), or an argument out of range.
+
+    Example:
+        >>> from tdio import StoreBatchSampler
+        >>> sampler = StoreBatchSampler(10, 4, num_replicas=2, rank=1)
+        >>> list(sampler), sampler.epoch
+        ([[4, 5, 6, 7], [9]], 1)
+    """
+
+    def __init__(
+        self,
+        dataset: Sized | int,
+        batch_size: int,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        epoch: int = 0,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        tail: Tail = "exact",
+        block_rows: int | None = None,
+    ) -> None:
+        self.rows = dataset if isinstance(dataset, int) else len(dataset)
+        self.num_replicas, self.rank = _placement(num_replicas, rank)
+        self.batch_size, self.shuffle, self.seed = batch_size, shuffle, seed
+        self.tail, self.block_rows = tail, block_rows
+        if tail not in _TAILS:
+            raise ValueError(f"tail={tail!r} is none of {_TAILS}")
+        if batch_size < 1 or (block_rows is not None and block_rows < 1):
+            raise ValueError(f"batch_size={batch_size}, block_rows={block_rows}: at least 1")
+        if not (0 <= seed < 2**63 and 0 <= epoch < 2**63):
+            raise ValueError(f"seed={seed}, epoch={epoch}: whole numbers from 0 to 2**63 - 1")
+        if not 0 <= self.rank < self.num_replicas:
+            raise ValueError(f"rank={self.rank} of num_replicas={self.num_replicas}")
+        if self._sizes(0) is None:
+            raise ValueError(self._impossible(self.rows))
+        # What has been drawn: rows of the order of ``_epoch`` that all ranks have taken.
+        self._epoch, self._position = epoch, 0
+        self._resumed = False
+        # What the loop of ``counting`` was given, while there is one.
+        self._counted: tuple[int, int] | None = None
+
+    def __len__(self) -> int:
+        """Return the number of batches of a whole epoch, the same on every rank."""
+        sizes = self._sizes(0)
+        assert sizes is not None
+        return len(sizes)
+
+    def __iter__(self) -> _Pass:
+        self._counted = None
+        return _Pass(self)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch under way, or the next one."""
+        return self._now()[0]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to an epoch; going to the one that was resumed keeps its position.
+
+        The sampler lives in the trainer's process, so persistent workers follow as well.
+        """
+        if epoch != self._epoch or not self._resumed:
+            self._epoch, self._position, self._resumed = epoch, 0, False
+            self._counted = None
+
+    # ---- state
+
+    def counting(self, loader: Iterable[T]) -> Iterator[T]:
+        """Iterate over a ``DataLoader`` of this sampler, counting the batches that come out.
+
+        A ``DataLoader`` with workers draws ahead of what it yields. Within this loop, and after
+        it, ``state_dict`` counts what was yielded. A ``StatefulDataLoader`` does not need it.
+
+        Args:
+            loader: a ``DataLoader`` with ``batch_sampler=`` this sampler.
+
+        Example:
+            >>> from torch.utils.data import DataLoader
+            >>> from tdio import StoreBatchSampler
+            >>> sampler = StoreBatchSampler(8, 4)
+            >>> loader = DataLoader(range(8), batch_sampler=sampler, num_workers=2)
+            >>> for batch in sampler.counting(loader):
+            ...     print(batch.tolist(), sampler.state_dict()["position"])
+            [0, 1, 2, 3] 4
+            [4, 5, 6, 7] 8
+        """
+        epoch, start = self._epoch, self._position if self._resumed else 0
+        ends = [after for _, _, after in self._steps(start)]
+        iterator = iter(loader)
+        self._counted = (epoch, start)
+        for end, batch in zip(ends, iterator, strict=True):
+            self._counted = (epoch, end)
+            yield batch
+        self._counted = None
+
+    def _now(self) -> tuple[int, int]:
+        return self._counted or (self._epoch, self._position)
+
+    def state_dict(self) -> dict[str, int]:
+        """Return where the epoch stands: whole numbers, under 1 kB, the same on every rank.
+
+        What counts is what was yielded: to a ``StatefulDataLoader``'s user, to the loop of
+        ``counting``, or else by this sampler.
+        """
+        epoch, position = self._now()
+        return {
+            "version": STATE_VERSION,
+            "rows": self.rows,
+            "seed": self.seed,
+            "shuffle": int(self.shuffle),
+            "block_rows": self.block_rows or 0,
+            "epoch": epoch,
+            "position": position,
+        }
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on where a state was taken, also with another number of ranks or batch size.
+
+        A state of the end of an epoch leads to the whole next one.
+
+        Raises:
+            StateMismatch: the state is of other data or another order; the message names the
+                field. Also where ``exact`` cannot deal the remaining rows out.
+        """
+        mine = self.state_dict()
+        for field, value in mine.items():
+            given = state.get(field)
+            if type(given) is not int or given < 0:
+                raise StateMismatch(f"the state has no whole number {field!r}: {given!r}")
+            if field not in ("epoch", "position") and given != value:
+                raise StateMismatch(
+                    f"the state is of {field}={given}, this sampler has {field}={value}; resume "
+                    "with the dataset and the arguments that it was taken with"
+                )
+        epoch, position = state["epoch"], min(state["position"], self.rows)
+        sizes = self._sizes(position)
+        if sizes is None:
+            raise StateMismatch(self._impossible(self.rows - position))
+        if not len(sizes):
+            epoch, position = epoch + 1, 0
+        self._epoch, self._position, self._resumed = epoch, position, True
+        self._counted = None
+
+    def _sizes(self, start: int) -> Int64Array | None:
+        return step_sizes(self.rows - start, self.batch_size, self.num_replicas, self.tail)
+
+    def _steps(self, start: int) -> list[tuple[int, int, int]]:
+        """Return each step of all ranks: its first position, its rows, the position after it.
+
+        The last step ends the epoch, also where it leaves rows out or takes some again.
+        """
+        sizes = self._sizes(start)
+        assert sizes is not None
+        begins = start + np.cumsum(sizes) - sizes
+        after = np.append(begins[1:], self.rows)
+        return list(zip(begins.tolist(), sizes.tolist(), after.tolist(), strict=False))
+
+    def _impossible(self, rows: int) -> str:
+        return (
+            f"{rows} rows cannot be dealt to num_replicas={self.num_replicas} in the same number "
+            f"of batches of at most {self.batch_size} with each row exactly once; use "
+            'tail="pad" or tail="drop_last"'
+        )
+
+    # ---- drawing
+
+    def _begin(self) -> int:
+        """Begin a pass; return the position that it begins at."""
+        if not self._resumed:
+            self._position = 0
+        self._resumed = False
+        return self._position
+
+    def _order(self, epoch: int) -> Int64Array:
+        if not self.shuffle:
+            return np.arange(self.rows)
+        return epoch_order(self.rows, self.seed, epoch, self.block_rows)
+
+    def _advance(self, epoch: int, position: int) -> None:
+        self._epoch, self._position = epoch, position
+
+
+class _Pass(Iterator[list[int]]):
+    """One pass over an epoch. Reads the sampler's state when the first batch is drawn."""
+
+    def __init__(self, sampler: StoreBatchSampler):
+        self._sampler = sampler
+        self._batches: Iterator[tuple[list[int], int]] | None = None
+        self._epoch = 0
+
+    def __next__(self) -> list[int]:
+        if self._batches is None:
+            start = self._sampler._begin()
+            self._epoch = self._sampler._epoch
+            self._batches = self._draw(start)
+        drawn = next(self._batches, None)
+        if drawn is None:
+            if self._sampler._epoch == self._epoch:
+                self._sampler._advance(self._epoch + 1, 0)
+            raise StopIteration
+        self._sampler._advance(self._epoch, drawn[1])
+        return drawn[0]
+
+    def _draw(self, start: int) -> Iterator[tuple[list[int], int]]:
+        sampler = self._sampler
+        order = sampler._order(self._epoch)
+        for position, size, after in sampler._steps(start):
+            begin, end = share(size, sampler.rank, sampler.num_replicas)
+            # Only "pad" reaches beyond the end.
+            rows = np.arange(position + begin, position + end) % max(1, sampler.rows)
+            yield order[rows].tolist(), after
+
+    # A StatefulDataLoader looks for these on the iterator of a sampler.
+
+    def state_dict(self) -> dict[str, int]:
+        return self._sampler.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self._sampler.load_state_dict(state)
+
+
+def _placement(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
+    """Return the number of ranks and this one's."""
+    if dist.is_available() and dist.is_initialized():
+        found = dist.get_world_size(), dist.get_rank()
+    else:
+        found = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+    return (
+        found[0] if num_replicas is None else num_replicas,
+        found[1] if rank is None else rank,
+    )

@@ -1,0 +1,129 @@
+"""Conformance of what can be resumed: loaders, and nodes of ``torchdata.nodes``.
+
+Each check takes a function that makes the thing anew, as a process that was restarted would.
+Items are compared with ``same``; a state must survive JSON, so that it holds no data.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+
+#: A checkpoint of positions is small; one that holds data is not.
+MAX_STATE_BYTES = 4096
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two items are equal; tensors and tensordicts are compared by value."""
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    if hasattr(a, "batch_size"):
+        return bool(a.batch_size == b.batch_size and (a == b).all())
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    return bool(a == b)
+
+
+def through_json(state: Any) -> Any:
+    """Return ``state`` as a checkpoint file would give it back.
+
+    Raises:
+        AssertionError: it is no JSON, or too large to be a position.
+    """
+    text = json.dumps(state, default=_not_json)
+    assert len(text) <= MAX_STATE_BYTES, f"a state of {len(text)} bytes: it holds data"
+    return json.loads(text)
+
+
+def _not_json(value: Any) -> Any:
+    raise AssertionError(f"the state holds a {type(value).__name__}: {value!r}")
+
+
+def run_resume_test(make: Callable[[], Any], *, json_state: bool = True) -> None:
+    """Check that a loader resumes exactly: in the middle, at the end, and twice in one epoch.
+
+    Args:
+        make: returns a new loader with ``__iter__``, ``state_dict`` and ``load_state_dict``:
+            a ``torchdata.nodes.Loader``, a ``StatefulDataLoader``. An epoch has 3 items at least.
+        json_state: also check that a state is small JSON. A ``StatefulDataLoader`` keeps more
+            than a position in its own part.
+
+    Raises:
+        AssertionError: it does not; the message says where.
+    """
+    keep = through_json if json_state else lambda state: state
+    loader = make()
+    first, second = list(loader), list(loader)
+    assert len(first) >= 3, f"an epoch of {len(first)} items is too short to check"
+    for stop in (1, len(first) // 2, len(first) - 1, len(first)):
+        state = keep(_stopped(make(), stop))
+        resumed = make()
+        resumed.load_state_dict(state)
+        rest = list(resumed)
+        if stop == len(first):
+            # At its end the next epoch comes whole, neither replayed nor dropped.
+            _check(rest, second, "resumed at the end of an epoch")
+            continue
+        _check(rest, first[stop:], f"resumed after {stop} items")
+        _check(list(resumed), second, f"the epoch after one that was resumed at {stop}")
+    ended = make()
+    list(ended)
+    state = keep(ended.state_dict())
+    resumed = make()
+    resumed.load_state_dict(state)
+    _check(list(resumed), second, "resumed after an epoch")
+    state = keep(_stopped(make(), 1))
+    again = make()
+    again.load_state_dict(state)
+    state = keep(_stopped(again, 1))
+    resumed = make()
+    resumed.load_state_dict(state)
+    _check(list(resumed), first[2:], "resumed twice in one epoch")
+
+
+def _stopped(loader: Any, count: int) -> Any:
+    """Return the state of a loader whose user has got ``count`` items."""
+    items: Iterator[Any] = iter(loader)
+    assert len(list(islice(items, count))) == count
+    return loader.state_dict()
+
+
+def run_node_resume_test(make: Callable[[], Any]) -> None:
+    """Check the contract of a ``torchdata.nodes.BaseNode``: ``reset``, ``next``, ``get_state``.
+
+    Args:
+        make: returns a new node whose passes have 3 items at least.
+
+    Raises:
+        AssertionError: it does not keep it; the message says where.
+    """
+    node = make()
+    initial = through_json(node.state_dict())
+    first = [next(node), next(node)]
+    middle = through_json(node.state_dict())
+    first += list(node)
+    assert len(first) >= 3, f"a pass of {len(first)} items is too short to check"
+    end = through_json(node.state_dict())
+    node.reset()
+    second = list(node)
+    for where, state, left in (
+        ("at the beginning", initial, first),
+        ("in the middle", middle, first[2:]),
+        ("at the end", end, []),
+    ):
+        for resumed in (node, make()):
+            resumed.reset(state)
+            assert through_json(resumed.state_dict()) is not None
+            _check(list(resumed), left, f"reset to a state {where}")
+            resumed.reset()
+            _check(list(resumed), second, f"the pass after a reset to a state {where}")
+
+
+def _check(got: list[Any], expected: list[Any], where: str) -> None:
+    assert len(got) == len(expected), f"{where}: {len(got)} items instead of {len(expected)}"
+    for number, (a, b) in enumerate(zip(got, expected, strict=True)):
+        assert same(a, b), f"{where}: item {number} differs"

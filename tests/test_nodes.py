@@ -1,0 +1,136 @@
+"""torchdata: StatefulDataLoader over a store, and StoreReader in pipelines of nodes."""
+
+import json
+from functools import partial
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torchdata.nodes import Batcher, Loader, Mapper, Prefetcher, Unbatcher
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from tdio import StoreBatchSampler, StoreDataset, StoreReader, TensorDictStore, errors
+from tdio.testing.resume import run_node_resume_test, run_resume_test
+
+N, BATCH = 103, 10
+
+
+@pytest.fixture
+def dataset(conn):
+    data = TensorDict(x=torch.arange(N), y=torch.randn(N, 50), batch_size=[N])
+    store = TensorDictStore.from_tensordict(data, **conn)
+    yield StoreDataset(td_id=store.td_id, **conn)
+    store.clear_redis()
+
+
+def sampler(**kwargs):
+    return StoreBatchSampler(N, BATCH, shuffle=True, seed=5, **kwargs)
+
+
+def loader(dataset, workers, persistent=False, every=1):
+    return StatefulDataLoader(
+        dataset, batch_sampler=sampler(), num_workers=workers, persistent_workers=persistent,
+        snapshot_every_n_steps=every,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("workers", [0, 2, 4])
+def test_a_stateful_loader_resumes(dataset, workers):
+    run_resume_test(partial(loader, dataset, workers), json_state=False)
+
+
+def test_with_persistent_workers_and_rare_snapshots(dataset):
+    run_resume_test(partial(loader, dataset, 2, persistent=True), json_state=False)
+    straight = list(loader(dataset, 0))
+    items = iter(first := loader(dataset, 2, every=4))
+    for _ in range(6):
+        next(items)
+    resumed = loader(dataset, 2, every=4)
+    resumed.load_state_dict(first.state_dict())
+    rest = list(resumed)
+    assert len(rest) == len(straight) - 6 and (rest[0]["x"] == straight[6]["x"]).all()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_state_holds_no_data(dataset, workers):
+    assert not hasattr(dataset, "state_dict")
+    stateful = loader(dataset, workers)
+    next(iter(stateful))
+
+    def tensors(value):
+        if isinstance(value, dict):
+            return sum(map(tensors, value.values()))
+        return isinstance(value, torch.Tensor)
+
+    state = stateful.state_dict()
+    assert not tensors(state) and len(repr(state)) < 4000
+
+
+def test_a_state_of_other_data_is_refused(dataset):
+    stateful = loader(dataset, 0)
+    next(iter(stateful))
+    other = StatefulDataLoader(dataset, batch_sampler=StoreBatchSampler(N, BATCH, seed=5))
+    other.load_state_dict(stateful.state_dict())
+    with pytest.raises(errors.StateMismatch, match="shuffle="):
+        iter(other)
+
+
+def double(batch):
+    return batch * 2
+
+
+PIPELINES = {
+    "bare": lambda node: node,
+    "mapper": lambda node: Mapper(node, double),
+    "prefetcher": lambda node: Prefetcher(node, prefetch_factor=3),
+    "batcher": lambda node: Batcher(node, 2, drop_last=False),
+    "rows": lambda node: Unbatcher(node),
+    "all": lambda node: Prefetcher(
+        Mapper(Batcher(Unbatcher(node), 7, drop_last=False), torch.stack), 2
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_nodes_resume(dataset, name):
+    def make():
+        return PIPELINES[name](StoreReader(dataset, sampler()))
+
+    run_resume_test(lambda: Loader(make()))
+    if name in ("bare", "mapper"):
+        run_node_resume_test(make)
+
+
+def test_a_pipeline_delivers_each_row_once(dataset):
+    pipeline = Loader(PIPELINES["all"](StoreReader(dataset, sampler())))
+    for _ in range(2):
+        rows = torch.cat([batch["x"] for batch in pipeline])
+        assert sorted(rows.tolist()) == list(range(N))
+    assert len(json.dumps(pipeline.state_dict())) < 1000
+
+
+def test_a_source_that_does_not_resume_is_caught():
+    class Numbers:
+        at = 0
+
+        def __iter__(self):
+            self.at = 0
+            while self.at < 5:
+                self.at += 1
+                yield self.at
+
+        def state_dict(self):
+            return {"at": self.at}
+
+        def load_state_dict(self, state):
+            pass
+
+    with pytest.raises(AssertionError, match="resumed after 1 items"):
+        run_resume_test(Numbers)
+
+    class Hoarder(Numbers):
+        def state_dict(self):
+            return {"data": torch.zeros(3)}
+
+    with pytest.raises(AssertionError, match="holds a Tensor"):
+        run_resume_test(Hoarder)
