@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ssl
-from typing import Any
 
 import pytest
 import redis
@@ -12,6 +11,7 @@ from _servers import redis_of_the_system, server_of, tls_in_front_of, version_of
 from tdio import TensorDictStore, errors
 from tdio.server import embedded_server
 from tdio.testing import StoreReadTests, StoreTests
+from tdio.transport.fake import MemoryServer
 
 
 class ByRedis:
@@ -33,16 +33,10 @@ class TestUnixSocket(OnAServer):
         return conn
 
 
-class TestTcp(OnAServer):
+class TestTcpInResp2(OnAServer):
     @pytest.fixture
     def connection(self, tcp):
-        return tcp
-
-
-class TestResp2(OnAServer):
-    @pytest.fixture
-    def connection(self, conn):
-        return conn | {"protocol": 2}
+        return tcp | {"protocol": 2}
 
 
 class TestResp3(OnAServer):
@@ -51,15 +45,14 @@ class TestResp3(OnAServer):
         return conn | {"protocol": 3}
 
 
-class TestAClientHandedIn(OnAServer):
+class TestAClientHandedIn(ByRedis, StoreReadTests):
+    @pytest.fixture
+    def writer(self, conn):
+        return conn
+
     @pytest.fixture
     def connection(self, raw):
         return {"client": raw}
-
-    @pytest.fixture
-    def raw(self, conn):
-        with redis.Redis(**conn) as client:
-            yield client
 
 
 @pytest.fixture(scope="module")
@@ -156,13 +149,15 @@ class TestReader(ByRedis, StoreReadTests):
 
 
 class TestMemory(StoreTests):
-    """The server in memory, which needs none."""
+    """The server in memory, which is reached by no connection."""
 
     @pytest.fixture
-    def raw(self) -> Any:
-        fake = pytest.importorskip("tdio.transport.fake", reason="there is no MemoryServer yet")
-        return fake.MemoryServer()
+    def raw(self):
+        return MemoryServer()
 
     @pytest.fixture
     def connection(self, raw):
         return {"client": raw}
+
+    def drop_connections(self, raw):
+        raw.fail_next = 1

@@ -22,7 +22,7 @@ from tdio.testing._samples import (
     plain,
     ragged,
 )
-from tdio.testing.reads import StoreReadTests
+from tdio.testing.reads import StoreReadTests, keys_below
 from tdio.wire.names import Names
 
 #: Elements of one leaf in the test of atomic writes: more than is read ahead, so that a reader who
@@ -178,7 +178,7 @@ class StoreTests(StoreReadTests):
             assert not raw.hgetall(names.meta(path))
         mine.clear_redis()
         episodes.clear_redis()
-        assert not raw.keys(f"{prefix}:*")
+        assert not keys_below(raw, prefix)
         with pytest.raises(errors.StoreNotFound):
             again(mine)
 
