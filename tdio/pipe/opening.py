@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tdio.errors import TransportUnavailable
 from tdio.transport.endpoint import Endpoint
 
 #: How long ``connect`` tries, and ``listen`` waits, in seconds.
@@ -19,18 +18,18 @@ def ucx() -> Any:
     Raises:
         TransportUnavailable: ucxx is not installed.
     """
-    try:
-        from tdio.transport import ucx
-    except ImportError as error:
-        raise TransportUnavailable(
-            f"pipes between processes need UCX; install it with: pip install 'tdio[ucx]' ({error})"
-        ) from error
+    from tdio.transport import ucx
+
     return ucx
 
 
 def endpoint_of(endpoint: Any) -> Endpoint:
     """Return an endpoint of tdio; an ``ucxx.Endpoint`` is adopted."""
-    return endpoint if isinstance(endpoint, Endpoint) else ucx().adopt(endpoint)
+    if isinstance(endpoint, Endpoint):
+        return endpoint
+    from tdio.transport.ucx_adopted import adopt
+
+    return adopt(endpoint)
 
 
 def read_key(auth_key: bytes | str | Path | None) -> bytes | None:

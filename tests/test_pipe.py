@@ -1,0 +1,5 @@
+from tdio.testing.pipes import PipeTests
+
+
+class TestMemory(PipeTests):
+    pass
