@@ -1,13 +1,13 @@
-"""``python -m tests.bench store [--json FILE] [--only NAME] [--runs N]``."""
+"""``python -m tests.bench pipe|store [--json FILE] [--only NAME] [--runs N]``."""
 
 from __future__ import annotations
 
 import argparse
 
-from tests.bench import store
+from tests.bench import pipe, store
 from tests.bench._measure import report
 
-SUITES = {"store": store.run}
+SUITES = {"pipe": pipe.run, "store": store.run}
 
 
 def main() -> None:
