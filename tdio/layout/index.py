@@ -18,6 +18,9 @@ import torch
 from tdio.errors import IndexOutOfRange, InvalidIndex
 from tdio.layout.spec import Int64Array
 
+#: Row numbers take 8 bytes each.
+_MAX_ROWS = 2**28
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -84,6 +87,8 @@ def _select_one(size: int, item: Any) -> tuple[Int64Array, tuple[int, ...]]:
             span = range(size)[item]
         except (TypeError, ValueError) as error:
             raise InvalidIndex(f"{item} is not a slice of whole numbers") from error
+        if len(span) > _MAX_ROWS:
+            raise InvalidIndex(f"{len(span)} rows at once are too many; read fewer, or all")
         return np.arange(span.start, span.stop, span.step, dtype=np.int64), (len(span),)
     if item.dtype is torch.bool:
         if item.shape[0] != size:

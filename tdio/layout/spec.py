@@ -23,6 +23,7 @@ from tdio.layout.dtypes import dtype_from_name, dtype_name
 Int64Array = npt.NDArray[np.int64]
 #: A sanity limit on elements: byte offsets then fit an int64 and 16 decimal digits.
 _MAX_NUMEL = 2**48
+_MAX_DIMS = 64
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,8 @@ def decode(
     dtype = dtype_from_name(fields["dtype"], where)
     shape = _decode_shape(fields["shape"], where)
     if stack is not None and fields.get("homogeneous", "1") != "1":
-        return _decode_ragged(path, fields, where, dtype, batch[stack], offsets)
+        inner = (*batch[:stack], *batch[stack + 1 :])
+        return _decode_ragged(path, fields, where, dtype, batch[stack], inner, offsets)
     stack_first = True
     if stack is None:
         fits = shape[: len(batch)] == batch
@@ -159,7 +161,7 @@ def _decode_json(text: str, where: str) -> Any:
 def _decode_shape(text: str, where: str) -> tuple[int, ...]:
     shape = _decode_json(text, where)
     sound = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape)
-    if not sound or len(shape) > 64 or math.prod(shape) > _MAX_NUMEL:
+    if not sound or len(shape) > _MAX_DIMS or math.prod(shape) > _MAX_NUMEL:
         raise CorruptEntry(f"{where}: absurd shape {text[:80]!r} in its metadata")
     return tuple(shape)
 
@@ -170,9 +172,15 @@ def _decode_ragged(
     where: str,
     dtype: torch.dtype,
     count: int,
+    inner: tuple[int, ...],
     offsets: bytes | None,
 ) -> LeafSpec:
     shapes = _decode_shapes(fields.get("shapes", ""), where)
+    lead = shapes[:, : len(inner)]
+    if count and (lead.shape[1] < len(inner) or (lead != np.array(inner, object)).any()):
+        raise CorruptEntry(
+            f"{where}: its element shapes do not start with the batch size {list(inner)}"
+        )
     if len(shapes) != count:
         raise CorruptEntry(f"{where}: shapes of {len(shapes)} elements in a stack of {count}")
     if offsets is None or len(offsets) != 8 * (count + 1):
@@ -195,14 +203,21 @@ def _decode_shapes(text: str, where: str) -> Int64Array:
     ndim = skeleton.partition(b"]")[0].count(b",") + 1
     row = b"[" + b"," * (ndim - 1) + b"]"
     count = raw.count(b"]") - 1
-    if count > 0 and skeleton == b"[" + b",".join([row] * count) + b"]" and b"[]" not in raw:
+    if (
+        count > 0
+        and ndim <= _MAX_DIMS
+        and skeleton == b"[" + b",".join([row] * count) + b"]"
+        and b"[]" not in raw
+    ):
         flat = raw.translate(None, b"[]")
         values = np.fromstring(flat, dtype=np.int64, sep=",")
         if len(values) == count * ndim:
             return values.reshape(count, ndim)
     shapes = _decode_json(text, where)
     sound = isinstance(shapes, list) and all(
-        isinstance(s, list) and len(s) <= 64 and all(type(n) is int and 0 <= n < 2**62 for n in s)
+        isinstance(s, list)
+        and len(s) <= _MAX_DIMS
+        and all(type(n) is int and 0 <= n < 2**62 for n in s)
         for s in shapes
     )
     if not sound:

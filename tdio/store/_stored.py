@@ -35,6 +35,7 @@ from tdio.store.handle import Edit, Handle, Location, create, device_of
 from tdio.store.shape import Frame, names_of
 from tdio.store.writer import Flat, check_leaves, flatten
 from tdio.transport.aio import AsyncClient
+from tdio.transport.fake import MemoryServer
 from tdio.wire.changes import Drop
 from tdio.wire.reading import StoreInfo
 from tdio.wire.requests import Operation
@@ -80,14 +81,14 @@ class Stored(_NoShapeOps, _NoVmap, TensorDictBase):
     def _create(self, location: Location, info: StoreInfo, backend: str, **options: Any) -> None:
         """Make the empty store of a constructor."""
         handle = create(location, info, **options)
-        self._setup(handle, info.batch, device_of(info, None))
+        self._setup(handle, info.batch, device_of(info, None, location))
         self._backend = backend
 
     @classmethod
     def _wrap(cls, handle: Handle, device: Any, backend: str) -> Any:
         """Return the tensordict of a store that is on the server."""
         out = cls.__new__(cls)
-        out._setup(handle, handle.info.batch, device_of(handle.info, device))
+        out._setup(handle, handle.info.batch, device_of(handle.info, device, handle.location))
         out._backend = backend
         return out
 
@@ -354,7 +355,10 @@ class Stored(_NoShapeOps, _NoVmap, TensorDictBase):
     def _async_client(self) -> AsyncClient:
         client = self.__dict__.get("_aio")
         if client is None or not client.usable:
-            client = self._aio = AsyncClient(self._handle.location.address)
+            address = self._handle.location.address
+            if isinstance(address, MemoryServer):
+                raise UnsupportedValue("a MemoryServer has no async face; read it from plain code")
+            client = self._aio = AsyncClient(address)
         return client
 
     async def aread(self, index: Any = ()) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 from tdio.errors import UnsupportedValue
 from tdio.store.handle import Location
 from tdio.transport.address import Address
+from tdio.transport.fake import MemoryServer
 from tdio.wire.names import Names
 
 
@@ -31,7 +32,7 @@ def locate(
         unix_socket_path: path of a Unix socket; ``host`` and ``port`` are then ignored.
         prefix: namespace of the keys.
         client: a ``redis.Redis`` or ``redis.asyncio.Redis`` whose server to use; connections of
-            our own are opened to it with its settings.
+            our own are opened to it with its settings. Or a ``MemoryServer``.
         td_id: id of the store; None makes a new random one.
         **redis_kwargs: further arguments of ``redis.Redis``: ``username``, ``password``, ``ssl``,
             ``socket_timeout`` (seconds without a byte, 10 by default),
@@ -40,7 +41,10 @@ def locate(
     Raises:
         TypeError: ``client`` is neither of the two.
     """
-    if client is None:
+    address: Address | MemoryServer
+    if isinstance(client, MemoryServer):
+        address = client
+    elif client is None:
         address = Address(host, port, db, unix_socket_path, redis_kwargs)
     else:
         address = Address.of_client(client)

@@ -21,6 +21,7 @@ from tdio.layout.plan import one_range
 from tdio.layout.spec import LeafSpec
 from tdio.transport.address import Address
 from tdio.transport.client import Client
+from tdio.transport.fake import MemoryServer
 from tdio.wire import reading, uploading
 from tdio.wire.changes import (
     STREAM_BYTES,
@@ -49,7 +50,7 @@ _ANY_SERVER_BYTES = 64 * 1024 * 1024
 class Location:
     """Which store: server, prefix and id. Pickles as an address."""
 
-    address: Address
+    address: Address | MemoryServer
     names: Names
 
     def __str__(self) -> str:
@@ -202,7 +203,7 @@ class Handle:
             CorruptEntry: an entry is shorter than its metadata says.
             EntryNotFound: the server lost an entry.
         """
-        doubted = torn = 0
+        doubted, torn = False, 0
         for _ in range(ATTEMPTS):
             plan = yield from make()
             known, atomic = self.tokens, torn > 0 and self._may_transact
@@ -228,8 +229,8 @@ class Handle:
                 if doubted:
                     yield from self._look_for(plan, error)
                     raise
-                doubted += 1
                 yield from self.reload()
+                doubted = self.tokens.schema == known.schema
                 continue
             version, schema = replies[-2:]
             if schema != known.schema or (version != known.version and not known.version):
@@ -470,7 +471,14 @@ def delete_store(location: Location) -> None:
         client.close()
 
 
-def device_of(info: StoreInfo, override: Any) -> torch.device | None:
+def device_of(info: StoreInfo, override: Any, where: object = "the store") -> torch.device | None:
     """Return the device that reads return: the caller's, else the one that was stored."""
-    chosen = override if override is not None else (info.device or None)
-    return None if chosen is None else torch.device(chosen)
+    if override is not None:
+        return torch.device(override)
+    try:
+        return torch.device(info.device) if info.device else None
+    except RuntimeError as error:
+        raise CorruptEntry(
+            f"{where}: {info.device[:80]!r} is stored as the device of its tensors, which torch "
+            "does not know; pass device="
+        ) from error

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from tdio._td import LazyStackedTensorDict, TensorDict, build, consolidated, value_entry
+from tdio.errors import CorruptEntry, UnsupportedValue
 from tdio.layout.buffers import Slot, allocate, pack
 from tdio.layout.index import Rows, normalise, select
 from tdio.layout.plan import Ranges, Selection, in_pieces, plan_elements, plan_rows
@@ -23,7 +24,7 @@ from tdio.layout.values import decode_value
 from tdio.store.handle import Contended, Handle, Plan
 from tdio.store.shape import Frame, levels_at
 from tdio.wire.reading import Spec
-from tdio.wire.requests import Operation, RangeRead
+from tdio.wire.requests import Commands, Operation, RangeRead
 
 #: Result of a read: a TensorDict, or a lazy stack where entries are ragged.
 Batch = TensorDict | LazyStackedTensorDict
@@ -101,13 +102,14 @@ def _planning(
     frame = Frame.of(info, prefix)
     batch = (*rows.shape, *frame.batch[rows.depth :])
     slots, nbytes = pack([(s.dtype, (*batch, *s.shape[len(frame.batch) :])) for s in tensors])
+    yield from _check_held(handle, tensors, nbytes)
     storage = allocate(nbytes)
     plans = plan_leaves(tensors, rows, frame.batch, info.stack)
     reads, place = _into(handle, tensors, plans, slots, storage)
 
     def finish(blobs: list[bytes | None]) -> Batch:
         place()
-        target = storage if device is None else storage.to(device)
+        target = _on(storage, device, handle)
         cut = len(prefix) + 1 if prefix else 0
         placed = {spec.path[cut:]: slot for spec, slot in zip(tensors, slots, strict=True)}
         flat = {
@@ -118,6 +120,42 @@ def _planning(
         return consolidated(target, placed, batch, device, values=flat, levels=levels)
 
     return Plan(reads, [spec.path for spec in values], finish)
+
+
+def _check_held(handle: Handle, specs: Sequence[LeafSpec], nbytes: int) -> Operation[None]:
+    """Before memory is taken for a large read, see that the server holds so much.
+
+    Raises:
+        CorruptEntry: an entry is shorter than its metadata says.
+    """
+    if nbytes <= _UNASKED_BYTES:
+        return
+    held = yield Commands([("STRLEN", handle.names.data(spec.path)) for spec in specs])
+    for spec, size in zip(specs, held, strict=True):
+        if not isinstance(size, int) or size < spec.nbytes:
+            raise CorruptEntry(
+                f"{handle.location}: the entry {spec.path!r} holds {size} bytes where its metadata "
+                f"says {spec.nbytes}: it was deleted, cut short, or is being replaced"
+            )
+
+
+#: A read above this asks first whether the bytes are there: another round trip is then nothing.
+_UNASKED_BYTES = 16 * 1024 * 1024
+
+
+def _on(storage: torch.Tensor, device: torch.device | None, handle: Handle) -> torch.Tensor:
+    """Return a storage on the device of the read.
+
+    Raises:
+        UnsupportedValue: this machine has no such device.
+    """
+    try:
+        return storage if device is None else storage.to(device)
+    except (RuntimeError, AssertionError) as error:
+        raise UnsupportedValue(
+            f"{handle.location}: its tensors are to go to {device}, where they cannot ({error}); "
+            "pass device="
+        ) from error
 
 
 def _value_at(
@@ -211,12 +249,13 @@ def _planning_elements(
         shape = (*rows.shape, *info.batch[rows.depth :], *feature(spec, info.batch))
         leaves.append((spec.dtype, shape))
     slots, nbytes = pack(leaves)
+    yield from _check_held(handle, tensors, nbytes)
     storage = allocate(nbytes)
     reads, place = _into(handle, tensors, plans, slots, storage)
 
     def finish(blobs: list[bytes | None]) -> list[TensorDict]:
         place()
-        target = storage if device is None else storage.to(device)
+        target = _on(storage, device, handle)
         columns: list[Sequence[Any]] = [
             _split(spec, slot, target, positions, info.stack or 0)
             for spec, slot in zip(tensors, slots, strict=True)

@@ -26,7 +26,7 @@ class Client:
         address: where the server is. Pickling keeps the address alone.
     """
 
-    def __init__(self, address: Address):
+    def __init__(self, address: Any):
         self.address = address
         self.round_trips = 0
         self._idle: deque[Link] = deque()

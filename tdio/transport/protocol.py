@@ -90,12 +90,20 @@ class Protocol:
         yield True, pending
 
     def _reply(self) -> Steps:
-        reply = self._reader.gets()
+        reply = self._parsed()
         while reply is False:
             n = yield False, self._scratch.data
             self._reader.feed(self._scratch[:n].tobytes())
-            reply = self._reader.gets()
+            reply = self._parsed()
         return reply
+
+    def _parsed(self) -> Any:
+        try:
+            return self._reader.gets()
+        except (hiredis.ProtocolError, MemoryError, RecursionError) as error:
+            raise ServerError(
+                f"{self._where} does not answer as a server of the Redis protocol does: {error}"
+            ) from error
 
     def _what(self, command: tuple[Any, ...]) -> str:
         key = f" {command[1]}" if len(command) > 1 and isinstance(command[1], str) else ""

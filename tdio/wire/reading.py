@@ -5,8 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from tdio.errors import CorruptEntry, EntryNotFound, IncompleteStore, StoreNotFound
+from tdio.errors import (
+    CorruptEntry,
+    EntryNotFound,
+    IncompleteStore,
+    ServerTimeout,
+    StoreNotFound,
+    TdioError,
+)
 from tdio.layout.levels import Level, decode_levels
 from tdio.layout.paths import parents
 from tdio.layout.spec import LeafSpec, decode
@@ -21,6 +29,7 @@ FORMAT_VERSION = 1
 #: What an entry is: a tensor, or a non-tensor value.
 Spec = LeafSpec | ValueSpec
 TOKEN_BYTES = 8
+_ATTEMPTS = 100
 
 
 @dataclass(frozen=True)
@@ -39,6 +48,12 @@ class Tokens:
 def token_items(names: Names) -> list[tuple[Arg, ...]]:
     """Return the commands whose replies ``Tokens`` takes. Bounded: the keys may be hostile."""
     return [("GETRANGE", key, 0, 2 * TOKEN_BYTES - 1) for key in (names.version, names.schema)]
+
+
+def _tokens(version: object, schema: object) -> Tokens:
+    if not isinstance(version, bytes) or not isinstance(schema, bytes):
+        raise TypeError(f"a version was expected, the server answered {version!r:.80}")
+    return Tokens(version, schema)
 
 
 @dataclass(frozen=True)
@@ -81,8 +96,12 @@ class StoreInfo:
         return self.batch if self.stack is None else self.inner
 
 
-def _text(raw: bytes | None) -> str:
-    return "" if raw is None else raw.decode("utf-8", "replace")
+def _text(raw: object) -> str:
+    if raw is None:
+        return ""
+    if not isinstance(raw, bytes):
+        raise TypeError(f"a text was expected, the server answered {raw!r:.80}")
+    return raw.decode("utf-8", "replace")
 
 
 def find(names: Names, where: str) -> Operation[StoreInfo]:
@@ -106,7 +125,17 @@ def find(names: Names, where: str) -> Operation[StoreInfo]:
     items += [("GET", names.key(suffix)) for suffix in suffixes]
     items += [("HGETALL", names.commit), ("HGETALL", names.levels)]
     items += [("SMEMBERS", names.registry), ("SMEMBERS", names.values)]
-    version, schema, *raw, commit, levels, registry, values = yield Commands(items)
+    replies = yield Commands(items)
+    try:
+        return _info_of(names, where, replies)
+    except (ValueError, TypeError, RecursionError) as error:
+        if isinstance(error, TdioError):
+            raise
+        raise CorruptEntry(f"{where}: its global keys are damaged: {error}") from error
+
+
+def _info_of(names: Names, where: str, replies: list[Any]) -> StoreInfo:
+    version, schema, *raw, commit, levels, registry, values = replies
     batch, device, tensorclass, kind, count, stack_dim, inner = map(_text, raw)
     # A RESP2 server sends a hash as a flat list, a RESP3 one as a dict.
     _check_commit(_pairs(commit), where, names)
@@ -116,27 +145,31 @@ def find(names: Names, where: str) -> Operation[StoreInfo]:
             "the server was not restarted or emptied"
         )
     stack = None
-    try:
-        if kind == "lazy_stack":
-            sizes = list(_sizes(inner))
-            stack = int(stack_dim or 0)
-            stack += len(sizes) + 1 if stack < 0 else 0
-            if int(count) < 0 or not 0 <= stack <= len(sizes):
-                raise ValueError(f"count {count}, stack_dim {stack_dim}")
-            sizes.insert(stack, int(count))
-        else:
-            sizes = list(_sizes(batch))
-        paths = {path.decode() for path in (*registry, *values)}
-        # As for the reference, "x" is the nested level where "x" and "x.y" are both there.
-        paths -= {parent for path in paths for parent in parents(path)}
-    except (ValueError, TypeError, RecursionError) as error:
-        raise CorruptEntry(f"{where}: its global keys are damaged: {error}") from error
+    if kind == "lazy_stack":
+        sizes = list(_sizes(inner))
+        stack = int(stack_dim or 0)
+        stack += len(sizes) + 1 if stack < 0 else 0
+        if int(count) < 0 or not 0 <= stack <= len(sizes):
+            raise ValueError(f"count {count}, stack_dim {stack_dim}")
+        sizes.insert(stack, int(count))
+    else:
+        sizes = list(_sizes(batch))
+    paths = {path.decode() for path in (*_members(registry), *_members(values))}
+    # As for the reference, "x" is the nested level where "x" and "x.y" are both there.
+    paths -= {parent for path in paths for parent in parents(path)}
     info = StoreInfo(
-        tuple(sizes), stack, device, tensorclass, frozenset(paths), {}, Tokens(version, schema)
+        tuple(sizes), stack, device, tensorclass, frozenset(paths), {}, _tokens(version, schema)
     )
     if not levels:
         return info
     return replace(info, levels=decode_levels(_pairs(levels), info.batch, info.nested, where))
+
+
+def _members(reply: object) -> list[bytes]:
+    """Return a set reply: a list from a RESP2 server, a set from a RESP3 one."""
+    if not isinstance(reply, (list, set)) or not all(isinstance(m, bytes) for m in reply):
+        raise TypeError(f"a set was expected, the server answered {reply!r:.80}")
+    return list(reply)
 
 
 def _sizes(text: str) -> tuple[int, ...]:
@@ -150,7 +183,8 @@ def _check_commit(commit: dict[str, str], where: str, names: Names) -> None:
     if not commit:
         return
     version = commit.get("version", "1")
-    if not version.isdigit() or int(version) > FORMAT_VERSION:
+    sound = version.isascii() and version.isdecimal() and len(version) < 10
+    if not sound or int(version) > FORMAT_VERSION:
         raise CorruptEntry(f"{where} was written with format {version[:20]}; upgrade tdio")
     if commit.get("state") != "complete":
         raise IncompleteStore(
@@ -163,40 +197,44 @@ def _pairs(reply: object) -> dict[str, str]:
     """Return a hash reply as text; bytes that are not UTF-8 become replacement characters."""
     if isinstance(reply, dict):
         items = list(reply.items())
-    else:
-        assert isinstance(reply, list)
+    elif isinstance(reply, list) and len(reply) % 2 == 0:
         items = list(zip(reply[::2], reply[1::2], strict=True))
+    else:
+        raise TypeError(f"a hash was expected, the server answered {reply!r:.80}")
     return {_text(k): _text(v) for k, v in items}
 
 
 def load_specs(
     names: Names, info: StoreInfo, paths: Sequence[str], where: str
 ) -> Operation[dict[str, Spec]]:
-    """Read the metadata of entries: one round trip, a second one where some are ragged.
+    """Read the metadata of entries, in one round trip.
+
+    The shapes and the offsets of a ragged entry are two keys: they are read again where the
+    schema changed between.
 
     Raises:
         EntryNotFound: an entry has no metadata.
         CorruptEntry: metadata that makes no sense.
+        ServerTimeout: other writers came between too often.
     """
-    replies = yield Commands([("HGETALL", names.meta(path)) for path in paths])
-    fields = {path: _pairs(reply) for path, reply in zip(paths, replies, strict=True)}
-    ragged = []
-    for path in paths:
-        if not fields[path]:
+    token = token_items(names)[1]
+    items: list[tuple[Arg, ...]] = [("HGETALL", names.meta(path)) for path in paths]
+    if info.stack is not None:
+        items += [("GET", names.offsets(path)) for path in paths]
+    for _ in range(_ATTEMPTS):
+        before, *replies, after = yield Commands([token, *items, token])
+        if before == after:
+            break
+    else:
+        raise ServerTimeout(f"{where}: its shapes changed at each of {_ATTEMPTS} attempts to read")
+    metas, tables = replies[: len(paths)], replies[len(paths) :] or [None] * len(paths)
+    specs: dict[str, Spec] = {}
+    for path, meta, table in zip(paths, metas, tables, strict=True):
+        spec = load_entry(info, path, meta, table, where)
+        if spec is None:
             raise EntryNotFound(f"{where}: the entry {path!r} is gone from the server")
-        if is_ragged(info, fields[path]):
-            ragged.append(path)
-    tables: dict[str, bytes] = {}
-    if ragged:
-        found = yield Commands([("GET", names.offsets(path)) for path in ragged])
-        tables = dict(zip(ragged, found, strict=True))
-    return {path: spec_of(info, path, fields[path], tables.get(path), where) for path in paths}
-
-
-def is_ragged(info: StoreInfo, fields: Mapping[str, str]) -> bool:
-    """Return whether the metadata of an entry says that it has an offset table."""
-    dense = fields.get("homogeneous", "1") == "1" or fields.get("is_non_tensor") == "1"
-    return info.stack is not None and not dense
+        specs[path] = spec
+    return specs
 
 
 def spec_of(
@@ -221,5 +259,10 @@ def load_entry(
     Raises:
         CorruptEntry: metadata that makes no sense.
     """
-    fields = _pairs(meta)
+    try:
+        fields = _pairs(meta)
+    except TypeError as error:
+        raise CorruptEntry(f"{where}, entry {path!r}: {error}") from error
+    if table is not None and not isinstance(table, bytes):
+        raise CorruptEntry(f"{where}, entry {path!r}: its offset table is {table!r:.80}")
     return spec_of(info, path, fields, table, where) if fields else None
