@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterator
 from typing import Any
 
@@ -38,6 +39,16 @@ def raw(conn: dict[str, Any]) -> Iterator[redis.Redis]:
     """A plain client, to look at the server around what is tested."""
     with redis.Redis(**conn) as client:
         yield client
+
+
+@pytest.fixture
+def prefix(raw: redis.Redis) -> Iterator[str]:
+    """A namespace of this test alone; what is left in it is deleted."""
+    prefix = f"test-{uuid.uuid4().hex}"
+    yield prefix
+    left = raw.keys(f"{prefix}:*")
+    if left:
+        raw.delete(*left)
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """Stores written by tensordict 0.15 open in tdio and the reverse, for every kind of entry."""
 
-import uuid
-
 import pytest
 import tensordict.store as reference
 import torch
@@ -30,13 +28,9 @@ class Point:
 
 
 @pytest.fixture
-def where(conn, raw):
-    """Where the stores of this test lie: a prefix of its own."""
-    prefix = f"both-{uuid.uuid4().hex}"
-    yield {"prefix": prefix, **conn}
-    left = raw.keys(f"{prefix}:*")
-    if left:
-        raw.delete(*left)
+def where(conn, prefix):
+    """Where the stores of this test lie."""
+    return {"prefix": prefix, **conn}
 
 
 class Ours:
