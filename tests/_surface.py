@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_non_tensor, lazy_stack
 from tensordict.base import is_tensor_collection
@@ -25,13 +27,23 @@ PLAIN, NESTED, LAZY, RAGGED, ELEMENT = KINDS = ("plain", "nested", "lazy", "ragg
 STACKS = (LAZY, RAGGED, ELEMENT)
 
 
-@dataclass
 class Side:
     """What a call may use beside its tensordict."""
 
-    other: Any  # a local tensordict like the one that is called, with other values
-    tmp: Path  # a directory of this side's own
-    conn: dict[str, Any]
+    def __init__(self, kind: str, data: str, where: Path, conn: dict[str, Any]) -> None:
+        self._kind, self._data, self._where = kind, data, where
+        self.conn = conn
+
+    @cached_property
+    def other(self) -> Any:
+        """A local tensordict like the one that is called, with other values."""
+        return local(self._kind, self._data, seed=100)[1]
+
+    @cached_property
+    def tmp(self) -> Path:
+        """A directory of this side's own."""
+        self._where.mkdir()
+        return self._where
 
 
 @dataclass
@@ -62,6 +74,39 @@ class Case:
     view: bool = False
     state: bool = True
     grows: bool = False
+
+
+class Cases(dict[str, Case]):
+    """Cases by name: a public name, or one with a variant, as in ``sum/dim``."""
+
+    def add(self, name: str, *args: Any, **kwargs: Any) -> None:
+        assert name not in self, name
+        self[name] = Case(*args, **kwargs)
+
+
+def leaf(t: Any) -> str:
+    """Return the name of an entry of one shape for all elements."""
+    return "b" if "b" in t.keys() else "c"
+
+
+#: The kinds with an entry "nested", and those whose entries have one shape.
+ROOTS = (PLAIN, LAZY, RAGGED, ELEMENT)
+FIXED = (PLAIN, NESTED, LAZY)
+
+#: Refusals: the copy to call it on, ...
+COPY_FIRST = dict.fromkeys(KINDS, ((RuntimeError, NotImplementedError), "to_tensordict()"))
+#: ... the same where there are two dims to move, ...
+MORE_DIMS = {kind: COPY_FIRST[kind] for kind in KINDS if kind != ELEMENT}
+#: ... a class method that cannot say where the store is to be, ...
+LOCAL_FIRST: dict[str, Any] = {
+    **dict.fromkeys((PLAIN, NESTED), ((TypeError, NotImplementedError), "from_tensordict")),
+    **dict.fromkeys((LAZY, RAGGED), (NotImplementedError, "from_lazy_stack")),
+    ELEMENT: (NotImplementedError, "store[i]"),
+}
+#: ... and what one element cannot have of its own: keys, dim names, non-tensor entries.
+KEEPS_KEYS = {ELEMENT: (RuntimeError, "delete it from the store")}
+NAMED_ON_STORE = {ELEMENT: (RuntimeError, "named on the store")}
+WHOLE_FIRST = {ELEMENT: (ValueError, "whole store first")}
 
 
 # ---- the entries
@@ -173,13 +218,11 @@ def _check(
     store: Any,
     stored_target: Any,
 ) -> None:
-    sides = []
-    for name in ("local", "stored"):
-        (tmp / name).mkdir()
-        sides.append(Side(local(kind, case.data, seed=100)[1], tmp / name, conn))
-    before = root.clone()
+    sides = [Side(kind, case.data, tmp / name, conn) for name in ("local", "stored")]
     refusal = case.refuses.get(kind)
     want = outcome(case.wants.get(kind, case.call), target, sides[0])
+    if isinstance(want, Raised) and isinstance(want.error, ImportError) and kind not in case.raises:
+        pytest.skip(f"needs a package that is not installed: {want.error}")
     got = outcome(case.stored or case.call, stored_target, sides[1])
     if refusal is not None:
         assert isinstance(got, Raised), f"no refusal but {got!r}"
@@ -187,7 +230,7 @@ def _check(
         if not isinstance(got.error, error):
             raise got.error
         assert message in str(got.error), f"the refusal lacks {message!r}: {got.error}"
-        root = before
+        root = local(kind, case.data)[0]
     else:
         expected = kind in case.raises or (kind == RAGGED and cannot_stack(want))
         assert isinstance(want, Raised) == expected, f"tensordict itself: {want!r}"

@@ -18,8 +18,8 @@ _CAUSES: dict[str, str] = {
         set_non_tensor/bool:lr set_non_tensor/list:lr set_non_tensor/tuple:lr
         set_non_tensor/dict:lr entry_class/texts:lr
     """,
-    "an equal value written at an index turns a shared value into one for each element": """
-        set/texts_element:pn
+    "a text that all places share reads as one value where it is one for each place locally, or the reverse": """
+        set/texts_other:pn set/texts_element:pn
     """,
     "a refusal does not say what to call instead": """
         set/text_over:e
@@ -104,24 +104,20 @@ _CAUSES: dict[str, str] = {
         to_padded_tensor:r split:r split/list:r tensor_split:r chunk:r chunk/last:r unbind:r
         unbind/last:r stack:r stack/function:r cat:r cat/function:r maybe_dense_stack:r
         new_zeros/like:r unbind/function:r split/function:r flatten/function:r
-        get_item_shape/ragged:r non_tensor_items:r non_tensor_items/nested:r
-        filter_non_tensor_data:r zero_/texts:r add/texts:r select/nested:r exclude:r
-        exclude/nested:r separates:r flatten_keys:r flatten_keys/dot:r unflatten_keys:r
-        rename_key_/tree:r rename_keys:r filter_empty_:r set/tensordict:r update:r update/keys:r
-        update/clone:r update_:r update_/dict:r update_/keys:r copy_:r apply:r apply/others:r
-        named_apply:r map:r add/names:r lock_/update_:r bytes:r param_count:r tolist:r
-        to_lazystack:r as_tensor:r memmap_like:r load_:r load_memmap_:r
-    """,
-    "unsorted": """
-        set/texts_other:pn
+        get_item_shape/ragged:r select/nested:r exclude:r exclude/nested:r separates:r
+        flatten_keys:r flatten_keys/dot:r unflatten_keys:r rename_key_/tree:r rename_keys:r
+        filter_empty_:r set/tensordict:r update:r update/keys:r update/clone:r update_:r
+        update_/dict:r update_/keys:r copy_:r apply:r apply/others:r named_apply:r map:r
+        non_tensor_items:r non_tensor_items/nested:r filter_non_tensor_data:r zero_/texts:r
+        add/texts:r add/names:r lock_/update_:r bytes:r param_count:r tolist:r to_lazystack:r
+        as_tensor:r memmap_like:r load_:r load_memmap_:r
     """,
 }
 
 _RANK_CAUSES: dict[str, str] = {
     "a ragged store does not say that its copy is to be sent, or waits for the peer first": """
-        send:r recv:r isend:r irecv:r init_remote:r from_remote_init:r broadcast:r
-        broadcast/into:r all_reduce:r reduce:r reduce/away:r all_gather:r scatter:r
-        gather_and_stack:r gather_and_stack/away:r
+        send:r recv:r isend:r irecv:r init_remote:r broadcast:r broadcast/into:r all_reduce:r
+        reduce:r reduce/away:r all_gather:r scatter:r gather_and_stack:r gather_and_stack/away:r
     """,
     "a receive or a reduction changes a copy": """
         irecv:pnle all_reduce:pnle reduce:pnle reduce/away:pnle

@@ -6,36 +6,82 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from _surface import ELEMENT, KINDS, LAZY, NESTED, PLAIN, RAGGED, STACKS, Case
-from tensordict import TensorDict, TensorDictBase
+from _surface import (
+    COPY_FIRST,
+    ELEMENT,
+    KINDS,
+    LAZY,
+    MORE_DIMS,
+    NESTED,
+    PLAIN,
+    RAGGED,
+    STACKS,
+    Cases,
+)
+from tensordict import TensorDictBase
 
-UNARY = (
-    "abs acos asin atan ceil cos cosh erf erfc exp expm1 floor frac lgamma log log10 log1p log2 neg "
-    "reciprocal round sigmoid sign sin sinh sqrt tan tanh trunc"
-).split()
-TESTS = "isfinite isnan isneginf isposinf isreal".split()
-BINARY = "add sub mul div pow maximum minimum clamp_max clamp_min mod".split()
-BITS = "bitwise_and logical_and".split()
-DTYPES = (
-    "bfloat16 bool complex128 complex32 complex64 double float float16 float32 float64 half int int16 "
-    "int32 int64 int8 uint16 uint32 uint64 uint8"
-).split()
-QUANTISED = "qint32 qint8 quint4x2 quint8".split()
-REDUCTIONS = "mean nanmean sum nansum prod std var".split()
-EXTREMES = "amax amin max min".split()
+UNARY = [
+    "abs",
+    "acos",
+    "asin",
+    "atan",
+    "ceil",
+    "cos",
+    "cosh",
+    "erf",
+    "erfc",
+    "exp",
+    "expm1",
+    "floor",
+    "frac",
+    "lgamma",
+    "log",
+    "log10",
+    "log1p",
+    "log2",
+    "neg",
+    "reciprocal",
+    "round",
+    "sigmoid",
+    "sign",
+    "sin",
+    "sinh",
+    "sqrt",
+    "tan",
+    "tanh",
+    "trunc",
+]
+TESTS = ["isfinite", "isnan", "isneginf", "isposinf", "isreal"]
+BINARY = ["add", "sub", "mul", "div", "pow", "maximum", "minimum", "clamp_max", "clamp_min", "mod"]
+BITS = ["bitwise_and", "logical_and"]
+DTYPES = [
+    "bfloat16",
+    "bool",
+    "complex128",
+    "complex32",
+    "complex64",
+    "double",
+    "float",
+    "float16",
+    "float32",
+    "float64",
+    "half",
+    "int",
+    "int16",
+    "int32",
+    "int64",
+    "int8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "uint8",
+]
+QUANTISED = ["qint32", "qint8", "quint4x2", "quint8"]
+REDUCTIONS = ["mean", "nanmean", "sum", "nansum", "prod", "std", "var"]
+EXTREMES = ["amax", "amin", "max", "min"]
 
-#: The refusal that names to_tensordict(), for all kinds.
-COPY_FIRST = dict.fromkeys(KINDS, ((RuntimeError, NotImplementedError), "to_tensordict()"))
-#: The same where there are two dims to move.
-MORE_DIMS = {kind: COPY_FIRST[kind] for kind in KINDS if kind != ELEMENT}
-
-CASES: dict[str, Case] = {}
-
-
-def add(name: str, *args: Any, **kwargs: Any) -> None:
-    assert name not in CASES, name
-    CASES[name] = Case(*args, **kwargs)
-
+CASES = Cases()
+add = CASES.add
 
 # ---- arithmetic
 
@@ -49,7 +95,7 @@ for _name in BINARY:
 for _name in (n for n in BINARY if n != "mod"):
     add(f"{_name}_", lambda t, x, n=f"{_name}_": getattr(t, n)(x.other))
     add(f"{_name}_/tensor", lambda t, x, n=f"{_name}_": getattr(t, n)(torch.tensor(0.5)))
-for _name in "add sub mul div pow".split():
+for _name in ["add", "sub", "mul", "div", "pow"]:
     add(f"{_name}/number", lambda t, x, n=_name: getattr(t, n)(2))
     add(f"{_name}_/number", lambda t, x, n=f"{_name}_": getattr(t, n)(2))
     add(

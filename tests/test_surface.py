@@ -10,15 +10,21 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import _surface_convert
 import _surface_entries
 import _surface_math
+import _surface_texts
 import pytest
-from _surface import Case, check
+from _surface import Cases, check
 from _surface_gaps import GAPS
 from _surface_ranks import EXCHANGES
 from tensordict import TensorDictBase
 
-CASES: dict[str, Case] = {**_surface_math.CASES, **_surface_entries.CASES}
+CASES = Cases()
+for _cases in (_surface_math, _surface_entries, _surface_texts, _surface_convert):
+    for _name, _case in _cases.CASES.items():
+        assert _name not in CASES, _name
+        CASES[_name] = _case
 
 #: Names that other files walk, and where.
 ELSEWHERE: dict[str, str] = {
