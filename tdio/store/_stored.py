@@ -30,6 +30,7 @@ from tdio._td import (
 from tdio.errors import EntryNotFound, UnsupportedValue
 from tdio.layout.levels import Level
 from tdio.layout.paths import below, check_key, parents, path_of
+from tdio.layout.spec import LeafSpec
 from tdio.layout.values import ValueSpec
 from tdio.store.handle import Edit, Handle, Location, create, device_of
 from tdio.store.shape import Frame, names_of
@@ -41,9 +42,11 @@ from tdio.wire.reading import StoreInfo
 from tdio.wire.requests import Operation
 
 _TENSOR = torch.zeros(())
+_READ_AHEAD_BYTES = 32 * 1024 * 1024
 _VALUE = NonTensorData(None)
 Making = Callable[[], Operation[Edit]]
 #: The writes that are gathered into one transaction, with the handle that will do them.
+_UPDATED: ContextVar[frozenset[int]] = ContextVar("updated", default=frozenset())
 _GATHERED: ContextVar[list[tuple[Handle, Making]] | None] = ContextVar("gathered", default=None)
 
 
@@ -135,13 +138,34 @@ class Stored(_NoShapeOps, _NoVmap, TensorDictBase):
             handle.write(_all_of([making for of, making in gathered if of is handle]))
 
     def _update_entries(self, *args: Any, **kwargs: Any) -> Any:
-        with self._together():
-            super()._update_entries(*args, **kwargs)
+        # tensordict looks at each entry that it is about to write: a stand-in of its class will
+        # do, so that nothing is read.
+        token = _UPDATED.set(_UPDATED.get() | {id(self)})
+        try:
+            with self._together():
+                super()._update_entries(*args, **kwargs)
+        finally:
+            _UPDATED.reset(token)
         return self
 
-    def _update_(self, *args: Any, **kwargs: Any) -> Any:
-        with self._together():
-            super()._update_(*args, **kwargs)
+    def _update_(
+        self, input_dict_or_td: Any, *, clone: bool, non_blocking: bool, keys_to_update: Any
+    ) -> Any:
+        # The base class reads what it overwrites.
+        source = input_dict_or_td
+        if not is_tensor_collection(source):
+            source = TensorDict.from_dict(source, batch_dims=self.batch_dims)
+        if keys_to_update is not None:
+            source = source.select(*keys_to_update)
+        flat = flatten(source.to_tensordict()).under(self._prefix)
+        known = flat.paths & self._handle.known()
+        if (flat.paths and not known) or (keys_to_update is not None and known != flat.paths):
+            raise self._missing(min(flat.paths - known))
+        mine = Flat(
+            {path: value for path, value in flat.tensors.items() if path in known},
+            {path: value for path, value in flat.values.items() if path in known},
+        )
+        self._apply(lambda: self._putting(mine, True))
         return self
 
     def _update_at_(self, *args: Any, **kwargs: Any) -> Any:
@@ -198,6 +222,57 @@ class Stored(_NoShapeOps, _NoVmap, TensorDictBase):
         """Return the keys, from the registry: no data is read."""
         skeleton = self._skeleton(include_nested or leaves_only or is_leaf is not None)
         return skeleton.keys(include_nested, leaves_only, is_leaf, sort=sort)
+
+    def items(
+        self,
+        include_nested: bool = False,
+        leaves_only: bool = False,
+        is_leaf: Callable[[type], bool] | None = None,
+        *,
+        sort: bool = False,
+    ) -> Any:
+        """Return keys and values; several entries are read in one round trip.
+
+        At most 32 MiB, or one entry, are read ahead. Nested tensordicts come as views.
+        """
+        return self._pairs(list(self.keys(include_nested, leaves_only, is_leaf, sort=sort)))
+
+    def values(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the values, as ``items``."""
+        return (value for _, value in self.items(*args, **kwargs))
+
+    def _pairs(self, keys: list[NestedKey]) -> Iterator[tuple[NestedKey, Any]]:
+        paths = {key: self._full(key) for key in keys}
+        specs = self._handle.specs([path for path in paths.values() if path in self._handle.paths])
+        group: list[NestedKey] = []
+        size = 0
+        for key in keys:
+            spec = specs.get(paths[key])
+            size += spec.nbytes if isinstance(spec, LeafSpec) else 1024
+            if group and size > _READ_AHEAD_BYTES:
+                yield from self._read_group(group, paths, specs)
+                group, size = [], 0
+            group.append(key)
+        yield from self._read_group(group, paths, specs)
+
+    def _read_group(
+        self, keys: list[NestedKey], paths: dict[NestedKey, str], specs: dict[str, Any]
+    ) -> Iterator[tuple[NestedKey, Any]]:
+        leaves = [paths[key] for key in keys if paths[key] in specs]
+        read = self._read(leaves, (), self._prefix) if leaves else None
+        for key in keys:
+            name = _unravel_key_to_tuple(key)
+            source = read if paths[key] in specs else self
+            value = source._get_tuple(name, NO_DEFAULT)
+            yield key, value
+
+    def _copy_of_leaves(self) -> TensorDict:
+        """Return the tensor leaves, for an in-place method to change and write back."""
+        out = build({}, self.batch_size, self.device)
+        for key, value in self.items(True, True):
+            if isinstance(value, torch.Tensor):
+                out._set_tuple(_unravel_key_to_tuple(key), value, inplace=False, validated=True)
+        return out
 
     def entry_class(self, key: NestedKey) -> type:
         """Return the class of an entry, from its metadata."""
@@ -279,6 +354,8 @@ class Stored(_NoShapeOps, _NoVmap, TensorDictBase):
         key = _unravel_key_to_tuple(key)
         path = self._full(key)
         if path in self._handle.known():
+            if default is None and id(self) in _UPDATED.get():
+                return _TENSOR if self.entry_class(key) is torch.Tensor else _VALUE
             return self._read_entry(path, (), **kwargs)
         if self._has_level(path):
             return self._nested(path)

@@ -48,22 +48,54 @@ class AsyncLink:
             self.broken = not self._protocol.in_step
 
     async def _drive(self, steps: Steps, reader: Any, writer: Any) -> Any:
-        limit_s = self._address.timeout_s
+        # Not asyncio.wait_for: before Python 3.12 it can swallow a cancellation.
+        watch = _Watch(writer.transport, self._address.timeout_s)
         try:
             sending, buffer = next(steps)
             while True:
+                watch.start()
                 if sending:
                     writer.write(buffer)
-                    await asyncio.wait_for(writer.drain(), limit_s)
+                    await writer.drain()
                     sending, buffer = next(steps)
                     continue
-                data = await asyncio.wait_for(reader.read(len(buffer)), limit_s)
+                data = await reader.read(len(buffer))
                 if not data:
                     raise ServerUnavailable(f"{self._address} closed the connection")
                 buffer[: len(data)] = data
                 sending, buffer = steps.send(len(data))
         except StopIteration as stop:
             return stop.value
+        except OSError:
+            if watch.expired:
+                raise TimeoutError from None
+            raise
+        finally:
+            watch.stop()
+
+
+class _Watch:
+    """Drops a connection on which nothing has moved for ``limit_s`` seconds."""
+
+    def __init__(self, transport: Any, limit_s: float):
+        self.expired = False
+        self._transport = transport
+        self._limit_s = limit_s
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Begin to wait anew."""
+        self.stop()
+        self._timer = asyncio.get_running_loop().call_later(self._limit_s, self._expire)
+
+    def stop(self) -> None:
+        """Stop waiting."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _expire(self) -> None:
+        self.expired = True
+        self._transport.abort()
 
 
 class AsyncClient:

@@ -1,0 +1,256 @@
+"""Readers and writers at the same time: nothing torn, nothing lost, nothing stale."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+
+import pytest
+import redis
+import torch
+from tensordict import NonTensorStack, TensorDict, lazy_stack
+
+from tdio import LazyStackedTensorDictStore, TensorDictStore, errors, open_store
+
+WIDE = 4_000
+#: The issue's 30 s are for by hand (`SECONDS=30`); each second is some thousand reads.
+SECONDS = 4.0
+spawn = multiprocessing.get_context("spawn")
+
+
+def rewrite(td_id, conn, deadline, value):
+    """Write batches, elements and updates that hold one value each."""
+    store = TensorDictStore.from_store(td_id=td_id, **conn)
+    while time.time() < deadline:
+        value += 2
+        rows = TensorDict(a=torch.full((4, WIDE), value), b=torch.full((4, 3), value)).float()
+        rows.batch_size = [4]
+        if value % 3 == 0:
+            store.update(rows)
+        elif value % 3 == 1:
+            store[:] = rows
+        else:
+            store[[0, 1, 2, 3]] = rows
+
+
+def resize(td_id, conn, deadline, value):
+    """Write ragged elements whose length and content tell the same number."""
+    stack = LazyStackedTensorDictStore.from_store(td_id=td_id, **conn)
+    while time.time() < deadline:
+        value += 1
+        n = value % 50
+        stack[1] = TensorDict(x=torch.full((n, 8), n), y=torch.full((n,), n), z=torch.tensor(n))
+
+
+def readers(target, td_id, conn, look):
+    """Run two writers beside ``look`` for a while; returns how often it looked."""
+    deadline = time.time() + SECONDS
+    writers = [spawn.Process(target=target, args=(td_id, conn, deadline, i)) for i in range(2)]
+    for writer in writers:
+        writer.start()
+    looks = 0
+    try:
+        while time.time() < deadline:
+            look()
+            looks += 1
+    finally:
+        for writer in writers:
+            writer.join(30)
+    assert [writer.exitcode for writer in writers] == [0, 0]
+    return looks
+
+
+@pytest.fixture
+def flat(conn):
+    local = TensorDict(a=torch.zeros(4, WIDE), b=torch.zeros(4, 3), batch_size=[4])
+    with TensorDictStore.from_tensordict(local, **conn) as store:
+        yield store.td_id
+
+
+@pytest.fixture
+def read_only(conn, raw):
+    """Arguments of a user who may read, and use no transaction."""
+    raw.acl_setuser(
+        "looker", enabled=True, passwords=["+pw"], keys=["*"], categories=["+@read"], reset=True
+    )
+    yield conn | {"username": "looker", "password": "pw"}
+    raw.acl_deluser("looker")
+
+
+@pytest.mark.parametrize("user", ["all", "read"])
+def test_batches_are_never_torn(conn, flat, user, request):
+    kwargs = conn if user == "all" else request.getfixturevalue("read_only")
+    store = open_store(td_id=flat, **kwargs)
+
+    def look():
+        for row in store[[3, 1]].unbind(0):
+            assert len(torch.cat([row["a"], row["b"]]).unique()) == 1
+
+    assert readers(rewrite, flat, conn, look) > 20
+
+
+def test_ragged_elements_are_never_torn(conn):
+    local = lazy_stack([TensorDict(x=torch.zeros(0, 8), y=torch.zeros(0), z=0) for _ in range(3)])
+    local = lazy_stack(
+        [TensorDict(x=t["x"].long(), y=t["y"].long(), z=torch.tensor(0)) for t in local]
+    )
+    store = TensorDictStore.from_tensordict(local, **conn)
+    other = open_store(td_id=store.td_id, **conn)
+
+    def look():
+        got = other[[1]][0]
+        n = int(got["z"])
+        assert got["x"].shape == (n, 8) and got["y"].shape == (n,)
+        assert (got["x"] == n).all() and (got["y"] == n).all()
+
+    assert readers(resize, store.td_id, conn, look) > 20
+
+
+def fill(td_id, conn, part, parts):
+    store = TensorDictStore.from_store(td_id=td_id, **conn)
+    for row in range(part, 40, parts):
+        store.set_at_("text", f"row {row}", row)
+        store.set_at_("x", torch.full((5,), float(row)), row)
+    store.set_at_("strided", float(part), slice(part, None, parts))
+
+
+def test_writers_on_disjoint_rows_lose_nothing(conn):
+    data = TensorDict(
+        text=NonTensorStack(*[""] * 40),
+        x=torch.zeros(40, 5),
+        strided=torch.full((40,), -1.0),
+        batch_size=[40],
+    )
+    store = TensorDictStore.from_tensordict(data, **conn)
+    writers = [spawn.Process(target=fill, args=(store.td_id, conn, i, 4)) for i in range(4)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(60)
+    assert [writer.exitcode for writer in writers] == [0] * 4
+    assert list(store["text"]) == [f"row {row}" for row in range(40)]
+    assert store["x"][:, 0].tolist() == list(map(float, range(40)))
+    assert store["strided"].tolist() == [float(row % 4) for row in range(40)]
+
+
+# ---- another handle's changes
+
+
+def pair(local, conn):
+    one = TensorDictStore.from_tensordict(local, **conn)
+    return one, open_store(td_id=one.td_id, **conn)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.arange(3, dtype=torch.int64),
+        torch.ones(3, 7),
+        torch.ones(3, dtype=torch.bfloat16),
+        TensorDict(deep=torch.ones(3), batch_size=[3]),
+        NonTensorStack("a", "b", "c"),
+    ],
+    ids=["dtype", "shape", "half", "nested", "text"],
+)
+def test_an_entry_that_changes_its_kind_is_seen_new(conn, value):
+    one, two = pair(TensorDict(x=torch.zeros(3), y=torch.ones(3), batch_size=[3]), conn)
+    two.to_tensordict()
+    one["x"] = value
+    want = TensorDict(x=value, y=torch.ones(3), batch_size=[3])
+    try:
+        got = two.to_tensordict()
+    except KeyError:
+        two.refresh()
+        got = two.to_tensordict()
+    assert set(got.keys(True)) == set(want.keys(True))
+    if isinstance(value, torch.Tensor):
+        assert got["x"].dtype == value.dtype and torch.equal(got["x"], value)
+    one["x"] = torch.zeros(3)
+    two.refresh()
+    assert torch.equal(two["x"], torch.zeros(3))
+    assert "deep" not in str(sorted(map(str, two.keys(True))))
+
+
+def test_offsets_that_another_handle_moved_are_not_used(conn):
+    local = lazy_stack([TensorDict(x=torch.full((n, 2), float(n))) for n in (3, 1, 2)])
+    one, two = pair(local, conn)
+    two[[0, 1, 2]]
+    one[0] = TensorDict(x=torch.full((9, 2), 9.0))
+    for index in (1, 2):
+        assert torch.equal(two[index]["x"], one[index]["x"])
+    two[2] = TensorDict(x=torch.full((2, 2), 7.0))  # in place, behind what has moved
+    assert one[0]["x"].unique().tolist() == [9.0] and one[2]["x"].unique().tolist() == [7.0]
+
+
+def test_a_store_that_tdio_never_wrote_gets_a_version_with_its_first_write(conn, raw):
+    store = TensorDictStore.from_tensordict(TensorDict(x=torch.zeros(3), batch_size=[3]), **conn)
+    names = store._handle.names
+    raw.delete(names.version, names.schema)
+    one, two = open_store(td_id=store.td_id, **conn), open_store(td_id=store.td_id, **conn)
+    assert two["x"].tolist() == [0.0] * 3
+    one["x"] = torch.ones(3, dtype=torch.int32)
+    assert two["x"].tolist() == [1, 1, 1] and two["x"].dtype == torch.int32
+
+
+def test_a_half_written_update_writes_nothing(conn):
+    store = TensorDictStore.from_tensordict(
+        TensorDict(x=torch.zeros(3), y=torch.zeros(3), batch_size=[3]), **conn
+    )
+    with pytest.raises((ValueError, RuntimeError)):
+        store.update({"x": torch.ones(3), "y": torch.ones(2)})
+    assert store["x"].tolist() == [0.0] * 3
+
+
+# ---- what it costs
+
+
+def trips(store, work):
+    before = store._handle.client.round_trips
+    work()
+    return store._handle.client.round_trips - before
+
+
+def test_round_trips(conn):
+    data = TensorDict({f"k{i}": torch.zeros(10, i + 1) for i in range(20)}, batch_size=[10])
+    data["text"] = NonTensorStack(*map(str, range(10)))
+    store = open_store(td_id=TensorDictStore.from_tensordict(data, **conn).td_id, **conn)
+    store[0]  # metadata
+    for read in (
+        lambda: store[[3, 1]],
+        lambda: store[2:5],
+        lambda: store["k3"],
+        lambda: store["text"],
+        lambda: store.to_tensordict(),
+        lambda: store.get_at("k5", 3),
+    ):
+        assert trips(store, read) == 1
+    assert trips(store, lambda: store.set("k1", torch.ones(10, 2))) == 1
+    assert (
+        trips(store, lambda: store.update({f"k{i}": torch.ones(10, i + 1) for i in range(20)})) == 1
+    )
+    assert trips(store, lambda: store.set_at_("k1", 3.0, 4)) == 2
+    ragged = lazy_stack([TensorDict(x=torch.zeros(n), y=torch.zeros(n, 2)) for n in range(1, 9)])
+    lazy = open_store(td_id=TensorDictStore.from_tensordict(ragged, **conn).td_id, **conn)
+    assert trips(lazy, lambda: lazy[3].to_tensordict()) == 2  # with the metadata
+    assert trips(lazy, lambda: lazy[5].to_tensordict()) == 1
+    assert trips(lazy, lambda: lazy[[5, 1, 2]]) == 1
+
+
+def test_keys_and_repr_read_no_data(conn, raw):
+    store = TensorDictStore.from_tensordict(TensorDict(x=torch.zeros(8), batch_size=[8]), **conn)
+    raw.delete(store._handle.names.data("x"))
+    other = open_store(td_id=store.td_id, **conn)
+    assert list(other.keys(True, True)) == ["x"] and store.td_id in repr(other)
+    with pytest.raises(errors.EntryNotFound):
+        other["x"]
+
+
+def test_the_reference_reads_what_the_tokens_stand_beside(conn, raw):
+    reference = pytest.importorskip("tensordict.store")
+    store = TensorDictStore.from_tensordict(TensorDict(x=torch.arange(3), batch_size=[3]), **conn)
+    store["x"] = torch.arange(3) + 1
+    theirs = reference.TensorDictStore.from_store(td_id=store.td_id, **conn)
+    assert theirs["x"].tolist() == [1, 2, 3]
+    theirs.close()
+    with redis.Redis(**conn) as client:
+        assert client.strlen(store._handle.names.version) == 8
