@@ -235,7 +235,7 @@ class Listener:
         if worker is None or not worker.usable:
             return
         if self._listener is not None:
-            worker.progress()
+            worker.settle()
             while self._requests:
                 worker.api.listener_reject(self._listener, self._requests.popleft())
             worker.api.listener_destroy(self._listener)

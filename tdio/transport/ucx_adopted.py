@@ -33,24 +33,27 @@ class _UcxxWorker:
     def usable(self) -> bool:
         return self._pid == os.getpid()
 
-    def progress(self) -> None:
-        while self.api.worker_progress(self.handle):
-            pass
+    def step(self) -> None:
+        self.api.worker_progress(self.handle)
 
-    def wait(self, ready: Callable[[], bool], timeout_s: float | None, what: str) -> None:
+    settle = step
+
+    def wait(
+        self, ready: Callable[[], bool], timeout_s: float | None, what: str, nbytes: int
+    ) -> None:
         began = time.monotonic()
         while not self._look(ready):
             time.sleep(self._pause(began, timeout_s, what))
 
     async def wait_async(
-        self, ready: Callable[[], bool], timeout_s: float | None, what: str
+        self, ready: Callable[[], bool], timeout_s: float | None, what: str, nbytes: int
     ) -> None:
         began = time.monotonic()
         while not self._look(ready):
             await asyncio.sleep(self._pause(began, timeout_s, what))
 
     def _look(self, ready: Callable[[], bool]) -> bool:
-        self.progress()
+        self.step()
         return ready()
 
     def _pause(self, began: float, timeout_s: float | None, what: str) -> float:
@@ -86,7 +89,7 @@ class AdoptedEndpoint(UcxEndpoint):
             if not transfer.done:
                 self.api.request_cancel(worker.handle, transfer.request)
         self._ucxx.abort()
-        worker.progress()
+        worker.settle()
         _kept.extend(transfer for transfer in list(self.pending) if not transfer.done)
         for transfer in list(self.pending):
             transfer.error = PipeClosed(f"{self.name}: this end was closed during the transfer")

@@ -24,10 +24,12 @@ def _param(memory_type: int, info: lib.TagInfo | None = None) -> Any:
     if info is not None:
         param.mask |= lib.OP_RECV_INFO
         param.recv_info = c.addressof(info)
-    return c.pointer(param)
+    return param
 
 
-_SEND = {False: _param(lib.HOST_MEMORY), True: _param(lib.CUDA_MEMORY)}
+_SEND = (_param(lib.HOST_MEMORY), _param(lib.CUDA_MEMORY))
+#: By whether the buffer is on a CUDA device. An address passes through ctypes fastest.
+_SEND_AT = tuple(map(c.addressof, _SEND))
 
 
 def address(buffer: Any, writable: bool = False) -> tuple[int, int, bool]:
@@ -53,6 +55,19 @@ def address(buffer: Any, writable: bool = False) -> tuple[int, int, bool]:
     return place, view.nbytes, False
 
 
+class _Done(Transfer):
+    """A message that was through at once, as most short ones are."""
+
+    done = True
+
+    def __init__(self, nbytes: int):
+        self.nbytes = nbytes
+
+    def result(self) -> int:
+        """Return the size of the message in bytes."""
+        return self.nbytes
+
+
 class UcxTransfer(Transfer):
     """One message, with its buffer, which lives until UCX is done with it."""
 
@@ -65,11 +80,9 @@ class UcxTransfer(Transfer):
         self.request: int | None = None
         self.nbytes = nbytes
 
-    def start(self, request: int | None) -> None:
-        """Take what UCX returned: nothing (done), a request under way, or an error."""
-        if request is None:
-            self._buffer = None
-        elif request >= lib.FIRST_ERROR:
+    def start(self, request: int) -> None:
+        """Take what UCX returned: a request under way, or an error."""
+        if request >= lib.FIRST_ERROR:
             self._fail(request - (1 << 64))
         else:
             self.request = request
@@ -137,7 +150,7 @@ class _Receive(UcxTransfer):
 
     def _received(self) -> None:
         endpoint = self._endpoint
-        endpoint.api.tag_recv_request_test(self.request, endpoint.info_pointer)
+        endpoint.api.tag_recv_request_test(self.request, endpoint.info_at)
         self.nbytes = endpoint.info.length
 
 
@@ -160,11 +173,9 @@ class UcxEndpoint(Endpoint):
         self.pending: set[UcxTransfer] = set()
         self._kept: list[Any] = []
         self.info = lib.TagInfo()
-        self.info_pointer = c.pointer(self.info)
-        self._recv = {
-            cuda: _param(lib.CUDA_MEMORY if cuda else lib.HOST_MEMORY, self.info)
-            for cuda in (False, True)
-        }
+        self.info_at = c.addressof(self.info)
+        self._recv = (_param(lib.HOST_MEMORY, self.info), _param(lib.CUDA_MEMORY, self.info))
+        self._recv_at = tuple(map(c.addressof, self._recv))
         self._tag_send, self._tag_recv, self._tag_probe = (
             api.tag_send_nbx,
             api.tag_recv_nbx,
@@ -203,20 +214,25 @@ class UcxEndpoint(Endpoint):
         status = self.failure()
         return None if status is None else lost(self.api, self.name, status)
 
-    def send(self, buffer: Any, channel: int = 0) -> UcxTransfer:
+    def send(self, buffer: Any, channel: int = 0) -> Transfer:
         """Start to send a message. ``buffer`` must not change before the transfer is done.
 
         Raises:
             PeerLost: the connection is lost.
             PipeClosed: this end is closed.
         """
-        self._open()
-        if error := self._lost():
+        if self._worker is None or not self._worker.usable:
+            self._open()
+        if self.failure() is not None and (error := self._lost()):
             raise error
         place, nbytes, cuda = address(buffer)
+        request = self._tag_send(
+            self._handle, place, nbytes, self._send_tag + channel, _SEND_AT[cuda]
+        )
+        if request is None:
+            return _Done(nbytes)
         transfer = UcxTransfer(self, buffer, nbytes)
-        tag = self._send_tag + channel
-        transfer.start(self._tag_send(self._handle, place, nbytes, tag, _SEND[cuda]))
+        transfer.start(request)
         return transfer
 
     def probe(self, channel: int = 0) -> int | None:
@@ -226,34 +242,35 @@ class UcxEndpoint(Endpoint):
             PeerLost: no message is left and the connection is lost.
             PipeClosed: this end is closed.
         """
-        worker = self._open()
-        if self._peek(worker, channel):
+        worker = self._worker
+        if worker is None or not worker.usable:
+            worker = self._open()
+        tag, mask, at = self._recv_tag + channel, lib.FULL_MASK, self.info_at
+        if self._tag_probe(worker.handle, tag, mask, 0, at):
             return int(self.info.length)
-        worker.progress()
-        if self._peek(worker, channel):
+        worker.step()
+        if self._tag_probe(worker.handle, tag, mask, 0, at):
             return int(self.info.length)
         if error := self._lost():
             raise error
         return None
 
-    def _peek(self, worker: Worker, channel: int) -> Any:
-        tag = self._recv_tag + channel
-        return self._tag_probe(worker.handle, tag, lib.FULL_MASK, 0, self.info_pointer)
-
-    def recv(self, buffer: Any, channel: int = 0) -> UcxTransfer:
+    def recv(self, buffer: Any, channel: int = 0) -> Transfer:
         """Start to receive the next message into ``buffer``, which is at least as large.
 
         Raises:
             PipeClosed: this end is closed.
             TypeError: the buffer cannot be written to.
         """
-        worker = self._open()
+        worker = self._worker
+        if worker is None or not worker.usable:
+            worker = self._open()
         place, nbytes, cuda = address(buffer, writable=True)
-        transfer = _Receive(self, buffer, nbytes)
-        tag = self._recv_tag + channel
-        request = self._tag_recv(worker.handle, place, nbytes, tag, lib.FULL_MASK, self._recv[cuda])
+        tag, mask = self._recv_tag + channel, lib.FULL_MASK
+        request = self._tag_recv(worker.handle, place, nbytes, tag, mask, self._recv_at[cuda])
         if request is None:
-            transfer.nbytes = self.info.length
+            return _Done(self.info.length)
+        transfer = _Receive(self, buffer, nbytes)
         transfer.start(request)
         return transfer
 
@@ -266,12 +283,15 @@ class UcxEndpoint(Endpoint):
             error = self._lost()
             if error is None:
                 return False
-            self._open().progress()
+            self._open().settle()
             if ready():
                 return True
             raise error
 
         return check
+
+    def _under_way(self) -> int:
+        return sum(transfer.nbytes for transfer in self.pending)
 
     def wait(self, ready: Callable[[], bool], timeout_s: float | None) -> None:
         """Block until ``ready()`` is true.
@@ -281,7 +301,8 @@ class UcxEndpoint(Endpoint):
             PipeTimeout: not within ``timeout_s`` seconds; None waits for ever.
             PipeClosed: this end is closed.
         """
-        self._open().wait(self._ready_or_lost(ready), timeout_s, self.name)
+        worker, check = self._open(), self._ready_or_lost(ready)
+        worker.wait(check, timeout_s, self.name, self._under_way())
 
     async def wait_async(self, ready: Callable[[], bool], timeout_s: float | None) -> None:
         """The same for a coroutine; may be cancelled, which leaves the transfers under way.
@@ -291,13 +312,17 @@ class UcxEndpoint(Endpoint):
             PipeTimeout: not within ``timeout_s`` seconds; None waits for ever.
             PipeClosed: this end is closed.
         """
-        await self._open().wait_async(self._ready_or_lost(ready), timeout_s, self.name)
+        worker, check = self._open(), self._ready_or_lost(ready)
+        await worker.wait_async(check, timeout_s, self.name, self._under_way())
 
-    def flush(self) -> UcxTransfer:
+    def flush(self) -> Transfer:
         """Start to wait until everything that was sent has reached the peer's UCX."""
         self._open()
+        request = self.api.ep_flush_nbx(self._handle, _SEND_AT[False])
+        if request is None:
+            return _Done(0)
         transfer = UcxTransfer(self, None, 0)
-        transfer.start(self.api.ep_flush_nbx(self._handle, _SEND[False]))
+        transfer.start(request)
         return transfer
 
     def close(self) -> None:
@@ -311,7 +336,7 @@ class UcxEndpoint(Endpoint):
         for transfer in list(self.pending):
             if not transfer.done:
                 self.api.request_cancel(worker.handle, transfer.request)
-        worker.progress()
+        worker.settle()
         worker.close()
         for transfer in list(self.pending):
             transfer.abandon(PipeClosed(f"{self.name}: this end was closed during the transfer"))

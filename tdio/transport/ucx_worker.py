@@ -30,18 +30,29 @@ CONFIG = {
     "MM_ERROR_HANDLING": "y",
     # A killed peer is seen at once because its socket closes; where another process holds that
     # socket (a forked child of the peer), the process is looked for at this interval.
+    # With the default, 20 s, that takes as long. The look costs a stat of /proc.
     "KEEPALIVE_INTERVAL": "2s",
     # A port is free again when its listener closes, though connections it made are still open.
     "TCP_CM_REUSEADDR": "y",
 }
+#: Two processes on one host without a GPU: a message is copied in and out of shared memory while
+#: it is sent, which for 1 MiB takes 140 us, where the sender's waiting for the receiver to fetch it
+#: takes 200 us, and as long for 64 MiB; a peer that is lost is noticed the same. Not where there is
+#: a GPU, whose buffers would be staged through the host, and not to another host, where fetching
+#: is what RDMA is for: there it stays as ucxx sets it.
+_NO_GPU = {"RNDV_THRESH": "intra:inf,inter:8192"}
 #: UCX 1.21 reserves room for the address family of its own device and writes the peer's into it,
 #: past the end where that is IPv6 and its own IPv4; so both ends of an IPv6 connection say IPv6.
 _IPV6 = {"TCP_AF_PRIO": "inet6,inet"}
 _DEFAULTS_OF_UCXX = {"UCX_RNDV_THRESH": "8192"}
-#: How long a wait polls before it blocks, in seconds.
+#: How long a wait polls before it blocks, in seconds; and for each byte under way: to be woken
+#: costs 50-100 us, the copy of 1 MiB as much.
 SPIN_S = 100e-6
-#: The longest sleep of a blocked wait: UCX's event descriptor may miss an event.
-SLICE_S = 0.25
+SPIN_S_PER_BYTE = 1e-9
+_SETTLE_STEPS = 10_000
+#: Sleeps of a blocked wait, in seconds: UCX's event descriptor may miss an event, so each is
+#: twice as long as the last.
+SLICES_S = (1e-3, 0.1)
 #: A coroutine that never has to wait lets others run this often, in seconds.
 YIELD_S = 2e-3
 
@@ -103,13 +114,50 @@ def check_fork() -> None:
         )
 
 
+def _has_gpu() -> bool:
+    """Without asking CUDA, which must not be started before a fork."""
+    return any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg")))
+
+
 def config(family: int) -> dict[str, str]:
     """The settings for a context: ours, less those for which the user set a variable."""
+    ours = CONFIG | ({} if _has_gpu() else _NO_GPU)
+    ours |= _IPV6 if family == socket.AF_INET6 else {}
     return {
         name: value
-        for name, value in (CONFIG | (_IPV6 if family == socket.AF_INET6 else {})).items()
+        for name, value in ours.items()
         if os.environ.get(f"UCX_{name}") in (None, _DEFAULTS_OF_UCXX.get(f"UCX_{name}"))
     }
+
+
+class _Nap:
+    """When a wait stops polling, and for how long it then sleeps."""
+
+    def __init__(self, timeout_s: float | None, what: str, nbytes: int):
+        self._what, self._timeout_s = what, timeout_s
+        self._spin_s = SPIN_S + nbytes * SPIN_S_PER_BYTE
+        now = time.monotonic()
+        self._deadline = None if timeout_s is None else now + timeout_s
+        self._slice_s = SLICES_S[0]
+        self.spin_until = now + self._spin_s
+
+    def seconds(self) -> float:
+        """How long to sleep now.
+
+        Raises:
+            PipeTimeout: no time is left.
+        """
+        slice_s, self._slice_s = self._slice_s, min(2 * self._slice_s, SLICES_S[1])
+        if self._deadline is None or self._timeout_s is None:
+            return slice_s
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise timed_out(self._what, self._timeout_s)
+        return min(left, slice_s)
+
+    def woke(self) -> None:
+        """Poll again for a moment."""
+        self.spin_until = time.monotonic() + self._spin_s
 
 
 class Worker:
@@ -142,74 +190,86 @@ class Worker:
         self.usable = True
         _workers.add(self)
 
-    def progress(self) -> None:
-        """Move everything on as far as it goes now."""
-        while self._progress(self.handle):
-            pass
+    def step(self) -> None:
+        """Move things on a little: what comes in is taken in, so no more than is looked for."""
+        self._progress(self.handle)
+
+    def settle(self) -> None:
+        """Move on what has arrived, though not for as long as a busy peer sends."""
+        for _ in range(_SETTLE_STEPS):
+            if not self._progress(self.handle):
+                return
 
     def _arm(self) -> bool:
         """Whether nothing is left to do, so that an event will end a sleep."""
         return bool(self.api.worker_arm(self.handle) == lib.OK)
 
-    def wait(self, ready: Callable[[], bool], timeout_s: float | None, what: str) -> None:
+    def wait(
+        self, ready: Callable[[], bool], timeout_s: float | None, what: str, nbytes: int = 0
+    ) -> None:
         """Block until ``ready()``: poll for a moment, then sleep until UCX has something.
 
+        Args:
+            ready: what is waited for.
+            timeout_s: for how long; None waits for ever.
+            what: is waited for, for errors.
+            nbytes: how much is under way.
+
         Raises:
-            PipeTimeout: not within ``timeout_s`` seconds; None waits for ever.
+            PipeTimeout: not within ``timeout_s`` seconds.
         """
         progress, handle, clock = self._progress, self.handle, time.monotonic
-        began = clock()
-        spin_until = began + SPIN_S
+        nap = _Nap(timeout_s, what, nbytes)
         while True:
             progress(handle)
             if ready():
                 return
-            now = clock()
-            if now < spin_until:
+            if clock() < nap.spin_until:
                 continue
-            if timeout_s is not None and now - began >= timeout_s:
-                raise timed_out(what, timeout_s)
-            if not progress(handle) and self._arm() and not ready():
-                self._sleep(began, timeout_s)
-                spin_until = clock() + SPIN_S
-
-    def _sleep(self, began: float, timeout_s: float | None) -> None:
-        left = SLICE_S
-        if timeout_s is not None:
-            left = min(left, max(0.0, began + timeout_s - time.monotonic()))
-        self._poll.poll(left * 1000)
+            seconds = nap.seconds()
+            if progress(handle):
+                continue
+            if not self._arm():
+                # UCX holds what the peer has no room for: no event tells when it has.
+                time.sleep(SLICES_S[0])
+            elif not ready():
+                self._poll.poll(seconds * 1000)
+                nap.woke()
 
     async def wait_async(
-        self, ready: Callable[[], bool], timeout_s: float | None, what: str
+        self, ready: Callable[[], bool], timeout_s: float | None, what: str, nbytes: int = 0
     ) -> None:
         """The same for a coroutine, whose loop then watches UCX's event descriptor.
 
         Raises:
-            PipeTimeout: not within ``timeout_s`` seconds; None waits for ever.
+            PipeTimeout: not within ``timeout_s`` seconds.
         """
         progress, handle, clock = self._progress, self.handle, time.monotonic
-        began = clock()
-        spin_until = began + SPIN_S
+        nap = _Nap(timeout_s, what, nbytes)
         while True:
             progress(handle)
-            if ready():
-                if clock() - self._yielded > YIELD_S:
-                    await asyncio.sleep(0)
-                    self._yielded = clock()
-                return
             now = clock()
-            if now < spin_until:
+            if ready():
+                if now - self._yielded > YIELD_S:
+                    self._yielded = now
+                    await asyncio.sleep(0)
+                return
+            if now < nap.spin_until:
                 # Others on this loop may be what the peer waits for.
-                await asyncio.sleep(0)
                 self._yielded = now
+                await asyncio.sleep(0)
                 continue
-            if timeout_s is not None and now - began >= timeout_s:
-                raise timed_out(what, timeout_s)
-            if not progress(handle) and self._arm() and not ready():
-                left = SLICE_S if timeout_s is None else began + timeout_s - now
-                await self._event(min(left, SLICE_S))
+            seconds = nap.seconds()
+            if progress(handle):
+                continue
+            if not self._arm():
+                # UCX holds what the peer has no room for: no event tells when it has.
+                await asyncio.sleep(SLICES_S[0])
                 self._yielded = clock()
-                spin_until = self._yielded + SPIN_S
+            elif not ready():
+                await self._event(seconds)
+                self._yielded = clock()
+                nap.woke()
 
     async def _event(self, limit_s: float) -> None:
         loop = asyncio.get_running_loop()
