@@ -18,7 +18,7 @@ from _surface import (
     Cases,
     leaf,
 )
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase, lazy_stack
 
 CASES = Cases()
 add = CASES.add
@@ -253,6 +253,13 @@ add("update/clone", lambda t, x: t.update(x.other, clone=True))
 add("update/inplace", lambda t, x: t.update(x.other, inplace=True))
 add("update/self", lambda t, x: t.update(t))
 add("update_", lambda t, x: t.update_(x.other))
+for _name in ("update", "update_", "copy_"):
+    add(
+        f"{_name}/stacked",
+        lambda t, x, n=_name: getattr(t, n)(lazy_stack(list(x.other.unbind(0)))),
+        kinds=(PLAIN, NESTED),
+    )
+add("update_/dense", lambda t, x: t.update_(x.other.contiguous()), kinds=(LAZY,))
 add("update_/dict", lambda t, x: t.update_({leaf(t): x.other.get(leaf(t))}))
 add("update_/keys", lambda t, x: t.update_(x.other, keys_to_update=[leaf(t)]))
 add("update_/missing", lambda t, x: t.update_({"no": x.other.get(leaf(t))}), raises=KINDS)

@@ -36,7 +36,8 @@ _CAUSES: dict[str, str] = {
     "a ragged batch is written from a value that is read as one tensor": """
         set/item_slice:r set/item_list:r set/item_last:r update_at_/slice:r
     """,
-    "an in-place write into a nested tensordict of a lazy stack or element changes a copy": """
+    "update_ writes nothing where the input is a lazy stack": """
+        update_/stacked:pn copy_/stacked:pn
         update_:l update_/keys:l copy_:l lock_/update_:l load_:l load_memmap_:l
     """,
     "an out-of-place method works on a shallow copy, and so on the server": """
