@@ -10,6 +10,7 @@ from __future__ import annotations
 __all__ = [
     "AccessDenied",
     "AuthenticationFailed",
+    "CacheUnavailable",
     "CorruptEntry",
     "EmbeddedServerError",
     "EndOfStream",
@@ -88,6 +89,10 @@ class IndexOutOfRange(TdioError, IndexError):
 
 class InvalidIndex(TdioError, IndexError):
     """An index of a type or shape that cannot select rows (a float, a mask of another length)."""
+
+
+class CacheUnavailable(TdioError, OSError):
+    """The local cache cannot be made: no space, or no right to write there."""
 
 
 class StateMismatch(TdioError, ValueError):

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
-from tensordict import TensorDictBase
 from torch.utils.data import Dataset
 
+from tdio.data.cache import RowCache
 from tdio.data.collate import tensordict_collate
+from tdio.data.windows import Windows
 from tdio.errors import EntryNotFound, IndexOutOfRange, InvalidIndex
-from tdio.layout.paths import below, path_of
+from tdio.layout.paths import Key, below, key_of, path_of
 from tdio.store import LazyStackedTensorDictStore, TensorDictStore, open_store
 from tdio.store.reader import read
 
@@ -32,10 +35,22 @@ class StoreDataset(Dataset[Any]):
         transform: called with each batch that ``__getitems__`` returns and each sample that
             ``__getitem__`` returns.
         device: device of the batches; None takes that of the store.
+        window: samples are windows of so many steps, T, of the elements of a ragged store: along
+            the first dim of their entries, ``[B, T, *]`` in a batch, only their bytes are read.
+            Elements with fewer steps have no windows. Entries that are not ragged come whole.
+        stride: steps from one window to the next; None takes ``window``: they do not overlap.
+        key: which entries to take windows of, one or a list; None takes the ragged ones. They
+            have the same number of steps in each element.
+        cache: ``"memmap"`` keeps elements that were read in memory-mapped files, which all
+            processes of this host share; the next epoch does not touch the server. A change of
+            the store is noticed when the dataset is opened, and by the next read of the server.
+        cache_dir: directory on a local disk for these files. A restart of the machine empties it.
+        cache_bytes: the first elements that fit into so many bytes are kept; None keeps all.
         **connection: ``host``, ``port``, ``db``, ``unix_socket_path``, ``prefix`` and arguments of
             ``redis.Redis``.
 
     Raises:
+        CacheUnavailable: ``cache_dir`` has no space, or may not be written.
         StoreNotFound: no such store.
         EntryNotFound: a key of ``keys`` that the store does not have.
         InvalidIndex: a store without batch dims.
@@ -63,6 +78,12 @@ class StoreDataset(Dataset[Any]):
         keys: Sequence[str | tuple[str, ...]] | None = None,
         transform: Callable[[Any], Any] | None = None,
         device: Any = None,
+        window: int | None = None,
+        stride: int | None = None,
+        key: Key | list[Key] | None = None,
+        cache: str | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        cache_bytes: int | None = None,
         **connection: Any,
     ) -> None:
         if (store is None) == (td_id is None):
@@ -84,9 +105,21 @@ class StoreDataset(Dataset[Any]):
         if not self._handle.info.batch:
             raise InvalidIndex(f"{self._handle.location} has no batch dims, so it has no elements")
         self._handle.specs(self._paths)
+        self._windows: Windows | None = None
+        self._cache: RowCache | None = None
+        if cache is not None and (cache != "memmap" or cache_dir is None or window is not None):
+            raise TypeError('cache= is "memmap", and comes with cache_dir= and without window=')
+        if cache is None and (cache_dir is not None or cache_bytes is not None):
+            raise TypeError('cache_dir= and cache_bytes= come with cache="memmap"')
+        if window is None and (stride is not None or key is not None):
+            raise TypeError("stride= and key= come with window=")
+        if window is not None:
+            self._windows = Windows(self._handle, self._paths, window, stride, key, self._prefix)
+        if cache_dir is not None:
+            self._cache = RowCache(self._handle, self._paths, cache_dir, cache_bytes)
 
     def _resolve(self, keys: Sequence[str | tuple[str, ...]] | None) -> list[str]:
-        known = below(self._handle.paths(), self._prefix)
+        known = below(self._handle.known(), self._prefix)
         if keys is None:
             chosen = known
         else:
@@ -106,8 +139,15 @@ class StoreDataset(Dataset[Any]):
         """The id of the store."""
         return self._handle.names.td_id
 
+    @property
+    def ragged_keys(self) -> list[Key]:
+        """The keys of the entries whose elements differ in shape: for ``collate_pad(keys=...)``."""
+        specs = self._handle.specs(self._paths)
+        ragged = [path for path, spec in specs.items() if getattr(spec, "ragged", False)]
+        return [key_of(path) for path in below(ragged, self._prefix)]
+
     def __len__(self) -> int:
-        return self._handle.info.batch[0]
+        return self._handle.info.batch[0] if self._windows is None else len(self._windows)
 
     def __getitem__(self, index: int | slice) -> Any:
         """Read one sample, or a batch for a slice. One round trip.
@@ -151,10 +191,32 @@ class StoreDataset(Dataset[Any]):
         return self._read(torch.from_numpy(positions.astype(np.int64, copy=False)))
 
     def _read(self, index: Any) -> Any:
-        out: TensorDictBase = read(self._handle, self._paths, index, self._device)
+        if self._windows is None and self._cache is None:
+            out = read(self._handle, self._paths, index, self._device)
+        else:
+            out = self._read_positions(index)
         for name in filter(None, self._prefix.split(".")):
             out = out.get(name)
         return out if self.transform is None else self.transform(out)
+
+    def _read_positions(self, index: Any) -> Any:
+        """Read windows, or through the cache: row numbers only."""
+        one = isinstance(index, int)
+        if isinstance(index, torch.Tensor):
+            positions = self._checked(index.numpy())
+        else:
+            positions = np.arange(len(self))[index].reshape(-1)
+        source = self._cache if self._windows is None else self._windows
+        assert source is not None
+        batch = source.read(positions, self._device)
+        return batch[0] if one else batch
+
+    def _checked(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        count = len(self)
+        bad = np.flatnonzero((positions < -count) | (positions >= count))
+        if len(bad):
+            raise IndexOutOfRange(f"index {positions[bad[0]]} of a dataset of {count} elements")
+        return np.where(positions < 0, positions + count, positions)
 
     #: Returns a ready batch unchanged and stacks a list.
     collate_fn = staticmethod(tensordict_collate)

@@ -1,0 +1,132 @@
+"""Reads of windows: steps ``[first, first + length)`` of elements, only their bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from tdio._td import TensorDict, consolidated
+from tdio.errors import IndexOutOfRange, InvalidIndex, UnsupportedValue
+from tdio.layout.buffers import allocate, pack
+from tdio.layout.plan import Ranges, Selection, plan_rows
+from tdio.layout.spec import Int64Array, LeafSpec
+from tdio.store.handle import Handle, Plan
+from tdio.store.reader import _into
+from tdio.wire.reading import Spec
+from tdio.wire.requests import Operation
+
+
+def lengths(spec: LeafSpec) -> Int64Array:
+    """Return the number of steps of each element, int64 ``[N]``: its first dim."""
+    if spec.shapes is None:
+        return np.full(spec.shape[0], spec.shape[1], np.int64)
+    return np.ascontiguousarray(spec.shapes[:, 0])
+
+
+def step_shape(spec: LeafSpec, where: str) -> tuple[int, ...]:
+    """Return the shape of one step, the same in all elements.
+
+    Raises:
+        InvalidIndex: elements without a first dim, or whose other dims differ.
+    """
+    if spec.shapes is None:
+        shape = spec.shape[1:]
+    else:
+        if len(spec.shapes) and (spec.shapes[:, 1:] != spec.shapes[0, 1:]).any():
+            raise InvalidIndex(
+                f"{where}: the elements of {spec.path!r} differ in more than their first dim, so "
+                "windows of it have no common shape; leave it out with keys= or key="
+            )
+        shape = spec.element_shape(0) if len(spec.shapes) else ()
+    if not shape:
+        raise InvalidIndex(f"{where}: the elements of {spec.path!r} have no dim to take windows of")
+    return shape[1:]
+
+
+def tensors_only(specs: dict[str, Spec], where: str) -> dict[str, LeafSpec]:
+    """Return ``specs`` if all are tensors.
+
+    Raises:
+        UnsupportedValue: one is not.
+    """
+    out = {path: spec for path, spec in specs.items() if isinstance(spec, LeafSpec)}
+    if odd := sorted(specs.keys() - out.keys()):
+        raise UnsupportedValue(
+            f"{where}: the entry {odd[0]!r} is not a tensor; leave it out with keys="
+        )
+    return out
+
+
+def read_windows(
+    handle: Handle,
+    paths: Sequence[str],
+    sliced: Sequence[str],
+    elements: Int64Array,
+    firsts: Int64Array,
+    length: int,
+    device: torch.device | None = None,
+) -> TensorDict:
+    """Read B windows, in one round trip; their leaves share one storage.
+
+    Args:
+        handle: a store with one batch dim.
+        paths: the entries to read.
+        sliced: those of them to take windows of; of the others an element's whole value is read.
+        elements: the element of each window, int64 ``[B]``.
+        firsts: the first step of each window, int64 ``[B]``.
+        length: steps of a window, T.
+        device: device of the result.
+
+    Returns:
+        A TensorDict ``[B]``: sliced entries ``[B, T, *]``, others ``[B, *]``.
+
+    Raises:
+        IndexOutOfRange: the store has become shorter since the windows were computed.
+    """
+
+    def planning() -> Operation[Plan]:
+        where = str(handle.location)
+        specs = tensors_only((yield from handle.load(paths)), where)
+        count = len(elements)
+        plans: list[Ranges] = []
+        leaves: list[tuple[torch.dtype, tuple[int, ...]]] = []
+        whole = Selection(elements)
+        for path, spec in specs.items():
+            if path not in sliced:
+                shape = spec.shape[1:]
+                plans.append(plan_rows(whole, math.prod(shape) * spec.dtype.itemsize))
+                leaves.append((spec.dtype, (count, *shape)))
+                continue
+            if count and (firsts + length > lengths(spec)[elements]).any():
+                raise IndexOutOfRange(
+                    f"{where}: elements of {path!r} have become shorter; open the dataset again"
+                )
+            step = step_shape(spec, where)
+            row_bytes = math.prod(step) * spec.dtype.itemsize
+            rows = _first_rows(spec, elements, row_bytes) + firsts
+            steps = (rows[:, None] + np.arange(length)).reshape(-1)
+            plans.append(plan_rows(Selection(steps), row_bytes))
+            leaves.append((spec.dtype, (count, length, *step)))
+        slots, nbytes = pack(leaves)
+        storage = allocate(nbytes)
+        reads, place = _into(handle, list(specs.values()), plans, slots, storage)
+
+        def finish(blobs: list[bytes | None]) -> TensorDict:
+            place()
+            target = storage if device is None else storage.to(device)
+            return consolidated(target, dict(zip(specs, slots, strict=True)), (count,), device)
+
+        return Plan(reads, (), finish)
+
+    out: TensorDict = handle.client.read(lambda: handle.fetch(planning))
+    return out
+
+
+def _first_rows(spec: LeafSpec, elements: Int64Array, row_bytes: int) -> Int64Array:
+    """Return where elements begin, in steps of the whole entry."""
+    if spec.offsets is None:
+        return elements * spec.shape[1]
+    return spec.offsets[elements] // max(1, row_bytes)
