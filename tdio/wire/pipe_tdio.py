@@ -147,7 +147,7 @@ class TdioProtocol(Protocol):
                 )
             size = 0
             if frame.kind is Kind.END:
-                yield SEND, encode(Kind.ENDED, self.got, self.got_bytes), CONTROL
+                yield from self._tell(Kind.ENDED)
                 self.ended, self.mid_recv = True, False
                 raise self._end()
             if frame.kind is Kind.LEAVES:
@@ -163,10 +163,17 @@ class TdioProtocol(Protocol):
         self.got += 1
         self.got_bytes += size
         if self.got - self._told >= ACK_COUNT or self.got_bytes - self._told_bytes >= ACK_BYTES:
-            yield SEND, encode(Kind.ACK, self.got, self.got_bytes), CONTROL
+            yield from self._tell(Kind.ACK)
             self._told, self._told_bytes = self.got, self.got_bytes
         self.mid_recv = False
         return result
+
+    def _tell(self, kind: Kind) -> PipeOperation[None]:
+        try:
+            yield SEND, encode(kind, self.got, self.got_bytes), CONTROL
+        except PeerLost:
+            # What has arrived can still be received; after that the loss is seen.
+            pass
 
     def _frame(self, size: int) -> PipeOperation[Frame]:
         if size > MAX_METADATA_BYTES + HEADER_BYTES + 1:
