@@ -191,7 +191,6 @@ def race():
     return server, store, open_store(td_id=store.td_id, client=server)
 
 
-@pytest.mark.xfail(strict=True, reason="a resize between the two round trips passes for damage")
 @pytest.mark.parametrize("use", ["read", "write"])
 def test_a_resize_while_metadata_is_read(race, use):
     server, store, other = race
@@ -203,7 +202,6 @@ def test_a_resize_while_metadata_is_read(race, use):
     assert not server.acts
 
 
-@pytest.mark.xfail(strict=True, reason="a second resize during one read passes for damage")
 def test_resizes_while_ranges_are_read(race):
     server, store, reader = race
     reader[[0]]
