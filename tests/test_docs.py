@@ -18,6 +18,10 @@ MODULES = [
     "tdio.data.dataset",
     "tdio.data.collate",
     "tdio.server",
+    "tdio.pipe.pipe",
+    "tdio.pipe.server",
+    "tdio.pipe.messages",
+    "tdio.transport.memory",
 ]
 
 
