@@ -18,6 +18,8 @@ MODULES = [
     "tdio.data.dataset",
     "tdio.data.collate",
     "tdio.server",
+    "tdio.testing.reads",
+    "tdio.testing.stores",
     "tdio.pipe.pipe",
     "tdio.pipe.server",
     "tdio.pipe.messages",
