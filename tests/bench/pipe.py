@@ -13,6 +13,7 @@ import multiprocessing as mp
 import multiprocessing.connection
 import os
 import socket
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -170,6 +171,7 @@ class Bare:
                     return endpoint
                 except core.UCXError:
                     self.kept.append(endpoint)
+                    time.sleep(0.2)
         made: list[Any] = []
         listener = core.UCXListener.create(
             worker=self.worker,
@@ -375,7 +377,6 @@ def run(only: str, runs: int) -> list[Row]:
                 rows.append(
                     compare(name, *work, amount=(amounts[0], amounts[1]), unit=unit, runs=runs)
                 )
-                print(rows[-1], flush=True)
             finally:
                 for side in sides:
                     side.stop()
