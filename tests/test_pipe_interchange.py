@@ -12,7 +12,7 @@ pytest.importorskip("ucxx")
 
 from tdio import TensorDictPipe, TensorDictServer, recv_tensordict, send_tensordict
 from tdio.errors import PeerLost, ProtocolError, UnsupportedValue
-from tdio.testing.pipes import check_same, check_same_bits, kinds, leaf_kinds
+from tdio.testing._pipe_kinds import check_same, check_same_bits, kinds, leaf_kinds
 from tdio.transport import ucx
 
 # What tensordict's pipe cannot send, and what it cannot read.

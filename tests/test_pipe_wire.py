@@ -12,7 +12,7 @@ from tdio.errors import ProtocolError
 from tdio.pipe.incoming import Incoming
 from tdio.pipe.outgoing import Packer
 from tdio.pipe.tree import describe, plain
-from tdio.testing.pipes import kinds, leaf_kinds
+from tdio.testing._pipe_kinds import kinds, leaf_kinds
 from tdio.transport.memory import memory_pair
 from tdio.wire.frames import HEADER_BYTES, Frame, Kind, decode_frame, encode_frame
 from tdio.wire.pipe_leaves import parse_leaves

@@ -24,7 +24,7 @@ from tdio.layout.buffers import Slot
 from tdio.layout.dtypes import dtype_name
 from tdio.wire.pipe_schema import RESERVED, STACKS
 
-_is_class = lru_cache(_is_tensorclass)
+_is_class: Any = lru_cache(_is_tensorclass)
 
 
 def plain(td: Any) -> Any:
