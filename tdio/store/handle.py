@@ -89,15 +89,26 @@ class Edit:
     levels: Mapping[str, Level | None] = field(default_factory=dict)
 
 
+class _Known:
+    """What a handle knows of a store, all of it read under one schema token.
+
+    A handle that learns that it is stale drops the whole of it for a new one, so that another
+    thread's plan never mixes two.
+    """
+
+    def __init__(self, info: StoreInfo):
+        self.info = info
+        self.tokens = info.tokens
+        self.paths = set(info.paths)
+        self.specs: dict[str, Spec] = {}
+
+
 class Handle:
     """One store. Metadata is read once; the schema token of each read tells when it is stale.
 
     Attributes:
         location: server, prefix and id.
         client: runs the operations.
-        info: batch size, kind, device and levels.
-        tokens: the version keys that belong to the metadata kept here.
-        paths: the paths of all leaf entries, as last seen.
         cache: whether metadata is kept.
         allow_pickle: whether pickled values are read and written.
     """
@@ -116,13 +127,17 @@ class Handle:
         self.cache = cache
         self.allow_pickle = allow_pickle
         self._may_transact = True
-        self._take(info)
+        self._state = _Known(info)
 
-    def _take(self, info: StoreInfo) -> None:
-        self.info = info
-        self.tokens = info.tokens
-        self.paths: set[str] = set(info.paths)
-        self._specs: dict[str, Spec] = {}
+    @property
+    def info(self) -> StoreInfo:
+        """Batch size, kind, device and levels."""
+        return self._state.info
+
+    @property
+    def paths(self) -> set[str]:
+        """The paths of all leaf entries, as last seen."""
+        return self._state.paths
 
     @classmethod
     def open(cls, location: Location, *, cache: bool = True, allow_pickle: bool = False) -> Handle:
@@ -150,7 +165,7 @@ class Handle:
 
     def reload(self) -> Operation[None]:
         """Read the global keys and the registry again; forget the entries' metadata."""
-        self._take((yield from reading.find(self.names, str(self.location))))
+        self._state = _Known((yield from reading.find(self.names, str(self.location))))
 
     def refresh(self) -> None:
         """Run ``reload``. One round trip."""
@@ -171,18 +186,20 @@ class Handle:
         wanted = list(paths)
         if not self.cache:
             yield from self.reload()
-        missing = [path for path in wanted if path not in self._specs]
+        state = self._state
+        missing = [path for path in wanted if path not in state.specs]
         if missing:
-            unknown = set(missing) - self.paths
+            unknown = set(missing) - state.paths
             if unknown:
                 raise EntryNotFound(
                     f"the store {self.location} has no entry {sorted(unknown)[0]!r}; it has "
-                    f"{sorted(self.paths)[:20]}"
+                    f"{sorted(state.paths)[:20]}"
                 )
-            self._specs |= yield from reading.load_specs(
-                self.names, self.info, missing, str(self.location)
+            found = yield from reading.load_specs(
+                self.names, state.info, missing, str(self.location)
             )
-        return {path: self._specs[path] for path in wanted}
+            state.specs.update(found)
+        return {path: state.specs[path] for path in wanted}
 
     def specs(self, paths: Iterable[str]) -> dict[str, Spec]:
         """Run ``load``."""
@@ -205,8 +222,13 @@ class Handle:
         """
         doubted, torn = False, 0
         for _ in range(ATTEMPTS):
+            state, known = self._state, self._state.tokens
             plan = yield from make()
-            known, atomic = self.tokens, torn > 0 and self._may_transact
+            if self.cache and self._state is not state:
+                continue  # another thread reloaded while this one planned
+            if not self.cache:
+                state, known = self._state, self._state.tokens
+            atomic = torn > 0 and self._may_transact
             if not plan.reads and not plan.values:
                 return plan.finish([])
             stamp = np.empty(len(known.version), np.uint8)
@@ -230,7 +252,7 @@ class Handle:
                     yield from self._look_for(plan, error)
                     raise
                 yield from self.reload()
-                doubted = self.tokens.schema == known.schema
+                doubted = self._state.tokens.schema == known.schema
                 continue
             version, schema = replies[-2:]
             if schema != known.schema or (version != known.version and not known.version):
@@ -267,7 +289,12 @@ class Handle:
         """
         where = str(self.location)
         for _ in range(ATTEMPTS):
+            state = self._state
             edit = yield from make()
+            if self._state is not state:
+                if self.cache:
+                    continue
+                state = self._state
             changes = [*edit.changes, *self._displaced(edit.changes)]
             if not changes and not edit.levels:
                 return
@@ -277,39 +304,40 @@ class Handle:
             looked = any(counts)
             if looked:
                 _, schema, *replies = yield request
-                if schema != self.tokens.schema:
+                if schema != state.tokens.schema:
                     yield Commands([("UNWATCH",)])
                     yield from self.reload()
                     continue
-            if (yield from self._execute(edit, changes, counts, replies, where, looked)):
+            if (yield from self._execute(state, edit, changes, counts, replies, looked)):
                 return
         raise ServerTimeout(f"{where}: other writers came between {ATTEMPTS} times")
 
     def _execute(
         self,
+        state: _Known,
         edit: Edit,
         changes: Sequence[Change],
         counts: Sequence[int],
         replies: list[Any],
-        where: str,
         looked: bool,
     ) -> Operation[bool]:
         """Send the transaction; return whether it went through."""
+        where = str(self.location)
         items: list[tuple[Arg, ...]] = [
             ("GETRANGE", self.names.schema, 0, 2 * reading.TOKEN_BYTES - 1)
         ]
         specs: dict[str, Spec | None] = {}
         at = 0
         for change, count in zip(changes, counts, strict=True):
-            written, spec = change.write(self.names, self.info, replies[at : at + count], where)
+            written, spec = change.write(self.names, state.info, replies[at : at + count], where)
             at += count
             items += written
             specs[change.path] = spec
         items += level_writes(self.names, edit.levels)
         moved = bool(edit.levels) or any(
-            not _same(spec, self._specs.get(path)) for path, spec in specs.items()
+            not _same(spec, state.specs.get(path)) for path, spec in specs.items()
         )
-        known, tokens = self.tokens, new_tokens(self.tokens, schema=moved)
+        known, tokens = state.tokens, new_tokens(state.tokens, schema=moved)
         items.append(("SET", self.names.version, tokens.version))
         if tokens.schema != known.schema:
             items.append(("SET", self.names.schema, tokens.schema))
@@ -319,7 +347,7 @@ class Handle:
         done = yield Commands(items, atomic=True)
         if done is None:
             return False
-        self._learn(specs, edit.levels, tokens)
+        self._learn(state, specs, edit.levels, tokens)
         if not looked and done[0] != known.schema:
             # Another handle changed keys or shapes before this write: see what is there now.
             yield from self._reconcile(changes)
@@ -331,7 +359,7 @@ class Handle:
         items: list[tuple[Arg, ...]] = []
         for change in self._displaced(changes):
             items += change.write(self.names, self.info, (), "")[0]
-        tokens = new_tokens(self.tokens, schema=True)
+        tokens = new_tokens(Tokens(), schema=True)
         items += [("SET", self.names.version, tokens.version)]
         items += [("SET", self.names.schema, tokens.schema)]
         yield Commands(items, atomic=True)
@@ -356,23 +384,24 @@ class Handle:
 
     def _learn(
         self,
+        state: _Known,
         specs: Mapping[str, Spec | None],
         levels: Mapping[str, Level | None],
         tokens: Tokens,
     ) -> None:
-        self.tokens = tokens
-        for path, spec in specs.items():
-            if spec is None:
-                self._specs.pop(path, None)
-                self.paths.discard(path)
-            else:
-                self._specs[path] = spec
-                self.paths.add(path)
+        fresh = _Known(state.info)
+        fresh.tokens = tokens
+        fresh.paths = {*state.paths, *(path for path, spec in specs.items() if spec is not None)}
+        fresh.paths -= {path for path, spec in specs.items() if spec is None}
+        fresh.specs = {**state.specs, **{p: s for p, s in specs.items() if s is not None}}
         if levels:
-            kept = {**self.info.levels, **levels}
-            self.info = replace(
-                self.info, levels={k: level for k, level in kept.items() if level is not None}
+            kept = {**state.info.levels, **levels}
+            fresh.info = replace(
+                state.info, levels={k: level for k, level in kept.items() if level is not None}
             )
+        if self._state is state:
+            # Where another thread has read it anew meanwhile, its next read finds it stale.
+            self._state = fresh
 
     def write(self, make: Callable[[], Operation[Edit]]) -> None:
         """Run ``commit``."""
@@ -386,8 +415,7 @@ class Handle:
         """Delete the whole store."""
         where = str(self.location)
         self.client.write(uploading.delete_store(self.names, where, missing_ok=True))
-        self._specs.clear()
-        self.paths = set()
+        self._state = _Known(replace(self.info, paths=frozenset()))
 
     def close(self) -> None:
         """Close the connections; the data stays on the server."""
@@ -447,7 +475,7 @@ def create(
     except BaseException:
         _undo(location)
         raise
-    handle._learn({put.path: put.spec for put in puts}, {}, tokens)
+    handle._learn(handle._state, {put.path: put.spec for put in puts}, {}, tokens)
     return handle
 
 

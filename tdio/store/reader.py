@@ -69,6 +69,8 @@ def reading(
     plan = partial(_planning, handle, paths, device=device, prefix=prefix)
     try:
         return (yield from handle.fetch(lambda: plan(rows, items)))
+    except _BecameRagged:
+        return (yield from _ragged(handle, paths, items, device, prefix))
     except Contended:
         if len(rows.positions) < 2 or not rows.depth:
             raise
@@ -86,6 +88,10 @@ def reading(
 _FEW_ROWS = 8
 
 
+class _BecameRagged(Exception):
+    """Another writer resized an element while a read of dense entries was planned."""
+
+
 def _planning(
     handle: Handle,
     paths: Sequence[str],
@@ -99,6 +105,8 @@ def _planning(
     info = handle.info
     tensors = [spec for spec in specs.values() if isinstance(spec, LeafSpec)]
     values = [spec for spec in specs.values() if not isinstance(spec, LeafSpec)]
+    if any(spec.ragged for spec in tensors):
+        raise _BecameRagged
     frame = Frame.of(info, prefix)
     batch = (*rows.shape, *frame.batch[rows.depth :])
     slots, nbytes = pack([(s.dtype, (*batch, *s.shape[len(frame.batch) :])) for s in tensors])

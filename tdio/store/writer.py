@@ -141,7 +141,7 @@ def upload_tensor(path: str, tensor: torch.Tensor, progress: Progress = _no_prog
     dtype_name(tensor.dtype)
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
         as_bytes(tensor)  # raises
-    spec = LeafSpec(path, tensor.dtype, tuple(tensor.shape), stack_first=False)
+    spec = LeafSpec(path, tensor.dtype, tuple(tensor.shape))
     itemsize = tensor.dtype.itemsize
 
     def body(start: int, stop: int) -> Body:
