@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import tdio
 from tdio.server import embedded_server
+from tests.bench import entries
 from tests.bench._bare import Bare, encode
 from tests.bench._measure import Row, compare, peak_extra_bytes
 
@@ -254,6 +255,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "image": ("random_image_vs_reference", "random_image_vs_limit"),
     "ragged": ("ragged_element_vs_reference",),
     "upload": ("upload_small_vs_reference", "upload_image_vs_reference"),
+    "entries": entries.names(),
     "whole": ("read_400MB_vs_reference", "write_400MB_vs_reference"),
 }
 
@@ -274,6 +276,7 @@ def run(only: str = "", runs: int = 7) -> list[Row]:
                 + uploads(conn, "image", image(), min(runs, 5))
             ),
             "whole": lambda: whole(conn, min(runs, 5)),
+            "entries": lambda: entries.run(conn, min(runs, 5), only),
         }
         for part, names in PARTS.items():
             if any(only in name for name in names):
