@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
@@ -66,6 +66,7 @@ def test_values_of_another_type_are_another_schema():
     assert texts == whole
 
 
+@settings(deadline=None)
 @given(st.sampled_from(list(Kind)), st.binary(max_size=40), st.integers(0, 200))
 def test_a_frame_is_never_as_long_as_a_storage(kind, body, avoid):
     raw = encode_frame(kind, 3, 4, body, 1, avoid)
@@ -78,6 +79,7 @@ def test_a_frame_is_never_as_long_as_a_storage(kind, body, avoid):
         decode_frame(raw + b"xx", "peer")
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=80))
 def test_any_bytes_are_a_frame_or_a_protocol_error(raw):
     try:
@@ -124,7 +126,7 @@ TEXTS = [
 HEADERS = [json.loads(Packer(True, False).pack(td).header) for td in leaf_kinds().values()]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_metadata_changed_anywhere_is_refused_or_makes_a_tensordict_inside_its_storage(data):
     tree = data.draw(st.sampled_from(TEXTS))
@@ -145,7 +147,7 @@ def test_metadata_changed_anywhere_is_refused_or_makes_a_tensordict_inside_its_s
             assert low <= leaf.data_ptr() <= low + storage.numel() - leaf.nbytes
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_headers_changed_anywhere_are_refused_or_make_a_tensordict(data):
     tree = data.draw(st.sampled_from(HEADERS))
@@ -160,6 +162,7 @@ def test_headers_changed_anywhere_are_refused_or_make_a_tensordict(data):
         return
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=60))
 def test_any_bytes_are_metadata_or_a_protocol_error(raw):
     for parse in (lambda: parse_schema(raw, "peer"), lambda: parse_leaves(raw, 100, "peer")):

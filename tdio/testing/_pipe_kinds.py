@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tensordict import (
@@ -125,7 +125,7 @@ def check_same(got: Any, want: Any) -> None:
             check_same(one, other)
         elif other.is_nested:
             check_same_bits(one.values(), other.values(), name)
-            assert torch.equal(one.offsets(), other.offsets())
+            assert torch.equal(one.offsets(), cast(Any, other).offsets())
         else:
             check_same_bits(one, other, name)
 
