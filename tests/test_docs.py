@@ -17,6 +17,8 @@ MODULES = [
     "tdio.store.lazy",
     "tdio.data.dataset",
     "tdio.data.collate",
+    "tdio.data.nodes",
+    "tdio.data.sampler",
     "tdio.server",
     "tdio.testing.reads",
     "tdio.testing.stores",

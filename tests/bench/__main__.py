@@ -1,13 +1,13 @@
-"""``python -m tests.bench pipe|store [--json FILE] [--only NAME] [--runs N]``."""
+"""``python -m tests.bench loader|pipe|store [--json FILE] [--only NAME] [--runs N]``."""
 
 from __future__ import annotations
 
 import argparse
 
-from tests.bench import pipe, store
+from tests.bench import loader, pipe, store
 from tests.bench._measure import report
 
-SUITES = {"pipe": pipe.run, "store": store.run}
+SUITES = {"loader": loader.run, "pipe": pipe.run, "store": store.run}
 
 
 def main() -> None:
