@@ -201,8 +201,10 @@ def test_tensordict_connects_to_a_server():
         async def handler(pipe):
             try:
                 async for td in pipe:
-                    got.append(td.clone())
+                    got.append(set(td.keys()))
             except PeerLost:
+                pass
+            finally:
                 server.close()
 
         async with TensorDictServer(0, host="127.0.0.1") as server:

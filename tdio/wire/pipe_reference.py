@@ -85,6 +85,11 @@ class ReferenceProtocol(Protocol):
         if not self._consolidated:
             result = yield from receive_leaves(sink, self.name)
         else:
+            if size != 1:
+                raise ProtocolError(
+                    f"{self.name} sent {size} bytes where a flag of one byte was due: the two ends "
+                    "disagree about consolidated=, or it is not a tensordict pipe"
+                )
             flag = bytearray(1)
             yield from receive_exactly(flag, 1, self.name, "a flag", size)
             if flag == NEW_SCHEMA:
