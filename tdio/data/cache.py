@@ -58,9 +58,16 @@ class RowCache:
             raise InvalidIndex(f"{handle.location} is stacked along another dim than the first")
         self.handle, self.paths = handle, list(paths)
         self.directory, self.limit_bytes = Path(directory), limit_bytes
-        self._open(handle.tokens.version)
+        self._renew()
 
     # ---- files
+
+    def _renew(self) -> None:
+        """Look which version there is now, and open its files."""
+        version = current_version(self.handle)
+        # Read after the token: what is known is of this version, or the next fetch tells.
+        self.handle.refresh()
+        self._open(version)
 
     def _open(self, version: bytes) -> None:
         """Map the files of this version of the store, made anew where they are missing."""
@@ -127,8 +134,7 @@ class RowCache:
             now = current_version(self.handle)
             if now == self.version:
                 return _columns(batch, self.paths)
-            self.handle.refresh()
-            self._open(self.handle.tokens.version)
+            self._renew()
 
     def _keep(self, missing: Int64Array, fetched: dict[str, Any]) -> None:
         count = int(np.searchsorted(missing, self.kept))
