@@ -37,7 +37,7 @@ from tensordict.utils import (
 )
 
 from tdio.errors import UnsupportedValue
-from tdio.layout.buffers import Slot
+from tdio.layout.buffers import Slot, views
 from tdio.layout.levels import Level
 from tdio.layout.paths import nest, nest_level
 
@@ -188,7 +188,7 @@ def consolidated(
         values: non-tensor entries by path.
         levels: as in ``build``.
     """
-    flat = {path: slot.view(storage) for path, slot in slots.items()}
+    flat: dict[str, Any] = dict(zip(slots, views(storage, list(slots.values())), strict=True))
     td = build({**flat, **values} if values else flat, batch, device, levels)
     plain = not levels or not any(level.kind for level in levels.values())
     if plain and all(slot.dtype in REBUILDABLE for slot in slots.values()):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tdio.errors import CorruptEntry, IndexOutOfRange, InvalidIndex, UnsupportedValue
-from tdio.layout.buffers import pack
+from tdio.layout.buffers import pack, views
 from tdio.layout.dtypes import BY_NAME, as_bytes, dtype_from_name, dtype_name
 from tdio.layout.index import normalise, select
 from tdio.layout.paths import check_key, nest
@@ -201,10 +201,18 @@ def test_nesting():
     assert nest({"a.b": 1, "a.c.d": 2, "e": 3}) == {"a": {"b": 1, "c": {"d": 2}}, "e": 3}
 
 
+def test_a_complex_leaf_behind_a_short_one_can_be_viewed():
+    slots, nbytes = pack([(torch.uint8, (3,)), (torch.complex128, (2,)), (torch.bool, ())])
+    storage = torch.zeros(nbytes, dtype=torch.uint8)
+    byte, wide, flag = views(storage, slots)
+    wide.fill_(1 + 2j)
+    assert byte.tolist() == [0] * 3 and not flag and wide.tolist() == [1 + 2j] * 2
+
+
 def test_leaves_of_a_buffer_are_aligned():
     slots, total = pack([(torch.bool, (3,)), (torch.float64, (2, 2)), (torch.uint8, (0,))])
     assert [slot.start for slot in slots] == [0, 8, 40]
-    assert total == 40
+    assert total == 48
 
 
 def ragged(shapes, dtype=torch.float32):

@@ -12,7 +12,7 @@ def reads_of(*sizes_of_each):
         sizes = np.array(sizes, np.int64)
         starts = np.arange(len(sizes), dtype=np.int64) * 7
         into = np.zeros(int(sizes.sum()), np.uint8)
-        reads.append(RangeRead("k", Ranges(starts, sizes, None, 1), into, "entry 'k'"))
+        reads.append(RangeRead("k", Ranges(starts, sizes, None, 1), into, ("k", "a store")))
     return reads
 
 
@@ -94,7 +94,7 @@ def test_commands_of_many_widths_are_encoded_in_bulk_as_one_by_one(size):
     spread = np.concatenate([10**k + rng.integers(0, 9 * 10**k, 40) for k in range(13)])
     for starts in (np.sort(spread), spread[rng.permutation(len(spread))], np.arange(20)):
         sizes = np.full(len(starts), size, np.int64)
-        read = RangeRead("k%d", Ranges(starts, sizes, None, 1), np.zeros(0, np.uint8), "k")
+        read = RangeRead("k%d", Ranges(starts, sizes, None, 1), np.zeros(0, np.uint8), ("k", ""))
         want = b"".join(
             b"*4\r\n$8\r\nGETRANGE\r\n$3\r\nk%%d\r\n$%d\r\n%d\r\n$%d\r\n%d\r\n"
             % (len(str(s)), s, len(str(s + size - 1)), s + size - 1)

@@ -43,6 +43,7 @@ class Ranges:
             int64 ``[n]``; None for a direct one, whose ranges fill the result in order.
         row_bytes: the size of one row.
         uniform: whether all sizes are known to be equal.
+        single: start and size, where there is one range.
     """
 
     starts: Int64Array
@@ -50,6 +51,7 @@ class Ranges:
     rows: Int64Array | None
     row_bytes: int
     uniform: bool = False
+    single: tuple[int, int] | None = None
 
     @property
     def moved_bytes(self) -> int:
@@ -64,7 +66,7 @@ def one_range(start: int, size: int) -> Ranges:
     """Return a single range, or none for a size of 0."""
     if not size:
         return Ranges(_NONE, _NONE, None, 1)
-    return Ranges(np.array([start]), np.array([size]), None, size, True)
+    return Ranges(np.array([start]), np.array([size]), None, size, True, (start, size))
 
 
 class Selection:
@@ -102,6 +104,8 @@ def plan_rows(selection: Selection | Int64Array, row_bytes: int, *, gather: bool
         selection = Selection(selection)
     if not len(selection.positions) or not row_bytes:
         return Ranges(_NONE, _NONE, None, row_bytes)
+    if len(selection.positions) == 1:
+        return one_range(int(selection.positions[0]) * row_bytes, row_bytes)
     firsts, counts = selection.runs
     if len(firsts) > 1 and gather:
         distinct, places = selection.distinct

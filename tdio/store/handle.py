@@ -236,7 +236,8 @@ class Handle:
             stamped = bool(len(stamp)) and several and not atomic
             reads = plan.reads
             if stamped:
-                first = RangeRead(self.names.version, one_range(0, len(stamp)), stamp, "version")
+                whole = one_range(0, len(stamp))
+                first = RangeRead(self.names.version, whole, stamp, ("", self.location))
                 reads = [first, *reads]
             after: list[tuple[Arg, ...]] = [("GET", self.names.data(p)) for p in plan.values]
             try:

@@ -16,7 +16,7 @@ import torch
 
 from tdio._td import LazyStackedTensorDict, TensorDict, build, consolidated, value_entry
 from tdio.errors import CorruptEntry, UnsupportedValue
-from tdio.layout.buffers import Slot, allocate, pack
+from tdio.layout.buffers import Slot, allocate, pack, views
 from tdio.layout.index import Rows, normalise, select
 from tdio.layout.plan import Ranges, Selection, in_pieces, plan_elements, plan_rows
 from tdio.layout.spec import Int64Array, LeafSpec
@@ -434,7 +434,7 @@ def _into(
         if plan.rows is not None:
             gathers.append(_Gather(np.empty(plan.moved_bytes, np.uint8), plan, into))
             into = gathers[-1].scratch
-        what = f"entry {spec.path!r} of {handle.location}"
+        what = (spec.path, handle.location)
         reads.append(RangeRead(handle.names.data(spec.path), in_pieces(plan), into, what))
 
     def place() -> None:
@@ -447,7 +447,7 @@ def _into(
 def _split(
     spec: LeafSpec, slot: Slot, storage: torch.Tensor, positions: Int64Array, stack: int
 ) -> Sequence[torch.Tensor]:
-    view = slot.view(storage)
+    (view,) = views(storage, [slot])
     if spec.offsets is None or spec.shapes is None:
         return list(view.movedim(stack, 0).unbind(0))
     counts = (spec.offsets[positions + 1] - spec.offsets[positions]) // spec.dtype.itemsize

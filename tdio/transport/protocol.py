@@ -21,6 +21,8 @@ from tdio.wire.requests import Body, Commands, Fetch, Request, encode_command, e
 #: 9.5 ms a batch with 16 MiB, 7.5 ms with 512 KiB).
 WINDOW_BYTES = 512 * 1024
 _SEND_BYTES = 64 * 1024
+#: So many bytes of commands are sent at once: the server begins while the rest is encoded.
+_EARLY_BYTES = 8 * 1024
 
 #: ``(True, buffer)``: send all of it. ``(False, view)``: receive at least a byte into it.
 Steps = Generator[tuple[bool, Any], int, Any]
@@ -113,13 +115,13 @@ class Protocol:
 
     def _fetch(self, request: Fetch) -> Steps:
         count = len(request.after) + sum(len(read.ranges.starts) for read in request.reads)
-        prefix = b""
+        prefix = pending = b""
         batches = encode_reads(request.reads)
-        tail = b"".join(b"".join(encode_command(item)) for item in request.after)  # type: ignore[arg-type]
+        tail = b"".join(map(_encoded, request.after))
         if request.atomic:
             prefix = b"+OK\r\n" + b"+QUEUED\r\n" * count + b"*%d\r\n" % count
             tail += b"*1\r\n$4\r\nEXEC\r\n"
-            yield True, b"*1\r\n$5\r\nMULTI\r\n"
+            pending = b"*1\r\n$5\r\nMULTI\r\n"
         receiver = RangeReceiver(request.reads, self._scratch, prefix=prefix)
         # In a transaction nothing is sent back before the end.
         window = float("inf") if request.atomic else WINDOW_BYTES
@@ -130,10 +132,13 @@ class Protocol:
                     batch = next(batches, None)
                     if batch is None:
                         sent = True
-                        yield True, tail
+                        yield True, pending + tail
                         break
-                    yield True, batch[0]
+                    pending += batch[0]
                     asked += batch[1]
+                    if len(pending) >= _EARLY_BYTES or asked - receiver.received_bytes >= window:
+                        yield True, pending
+                        pending = b""
                 if not receiver.done:
                     receiver.got((yield False, receiver.want()))
         except UnexpectedFrameError as frame:
@@ -151,7 +156,7 @@ class Protocol:
         """Parse the unexpected frame the ordinary way and raise what it means."""
         self._reader.feed(frame.rest)
         reply = yield from self._reply()
-        what = f"{frame.read.what if frame.read else 'a read'} on {self._where}"
+        what = f"{frame.read if frame.read else 'a read'} on {self._where}"
         if isinstance(reply, hiredis.ReplyError):
             raise error_of(str(reply), what)
         if frame.read is None:
@@ -167,6 +172,13 @@ class Protocol:
             f"{what}: {frame.size} bytes were asked for and {size} came: its data (key "
             f"{frame.read.key}) is shorter than its metadata says, or was replaced meanwhile"
         )
+
+
+def _encoded(command: tuple[Any, ...]) -> bytes:
+    """Return the encoding of a command whose arguments are all small."""
+    return b"".join(
+        bytes(piece) for piece in encode_command(command) if not isinstance(piece, Body)
+    )
 
 
 def _unwrap(replies: list[Any]) -> Any:

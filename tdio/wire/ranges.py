@@ -37,6 +37,10 @@ def encode_reads(reads: Sequence[RangeRead]) -> Iterator[tuple[bytes, int]]:
             continue
         raw = read.key.encode()
         head = b"*4\r\n$8\r\nGETRANGE\r\n$%d\r\n%b\r\n" % (len(raw), raw)
+        if read.ranges.single is not None:
+            start, size = read.ranges.single
+            yield head + _numbers(start, start + size - 1), size
+            continue
         if len(starts) <= _FEW:
             ends = (starts + sizes - 1).tolist()
             yield head + head.join(map(_numbers, starts.tolist(), ends)), int(sizes.sum())
@@ -108,7 +112,7 @@ class UnexpectedFrameError(Exception):
     """
 
     def __init__(self, read: RangeRead | None, size: int, rest: bytes):
-        super().__init__(read.what if read else "")
+        super().__init__(str(read))
         self.read = read
         self.size = size
         self.rest = rest

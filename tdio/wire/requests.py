@@ -54,13 +54,16 @@ class RangeRead:
         key: the server key.
         ranges: what to read; their total size is that of ``into``.
         into: uint8 ``[n]`` destination.
-        what: names the entry in errors.
+        what: entry and store, for errors.
     """
 
     key: str
     ranges: Ranges
     into: npt.NDArray[np.uint8]
-    what: str
+    what: tuple[str, object]
+
+    def __str__(self) -> str:
+        return f"entry {self.what[0]!r} of {self.what[1]}"
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,9 @@ class Fetch:
     atomic: bool = False
 
 
+#: An argument up to this size is copied, so that it goes out with what is around it.
+_SMALL_BYTES = 8 * 1024
+
 Request = Commands | Fetch
 T = TypeVar("T")
 #: Yields the requests of one round trip each, is sent the replies, returns its result.
@@ -88,6 +94,8 @@ def encode_command(args: tuple[Arg, ...]) -> Iterator[Buffer | Body]:
     """Yield the RESP encoding of a command; large arguments pass through untouched."""
     head = b"*%d\r\n" % len(args)
     for arg in args:
+        if isinstance(arg, memoryview) and arg.nbytes <= _SMALL_BYTES:
+            arg = bytes(arg)
         if isinstance(arg, (Body, memoryview)):
             yield head + b"$%d\r\n" % arg.nbytes
             yield arg
