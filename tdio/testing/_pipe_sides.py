@@ -360,6 +360,15 @@ async def leave_early(pipe: TensorDictPipe) -> None:
     await pipe.aclose()
 
 
+async def close_while_receiving(pipe: TensorDictPipe) -> None:
+    """A receive that waits when another task closes the pipe ends with ``PipeClosed``."""
+    waiting = asyncio.ensure_future(pipe.arecv())
+    await asyncio.sleep(0.2)
+    await pipe.aclose(timeout=5)
+    with pytest.raises((PipeClosed, EndOfStream)):
+        await waiting
+
+
 async def fail_to_authenticate(pipe: TensorDictPipe) -> None:
     """Another key, or none, ends in an error before any tensordict."""
     with pytest.raises((AuthenticationFailed, PeerLost)):

@@ -94,6 +94,9 @@ class PipeTests:
     def test_a_reader_that_leaves_early(self) -> None:
         self.run(sides.send_until_told, sides.leave_early)
 
+    def test_closing_while_a_receive_waits(self) -> None:
+        self.run(sides.close_while_receiving, sides.close_while_receiving)
+
     def test_a_key_on_both_sides(self) -> None:
         self.run(sides.send_stream, sides.recv_stream, auth_key=b"secret")
 

@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from tdio.errors import PeerLost, PipeTimeout, TransportUnavailable
+from tdio.errors import PeerLost, PipeClosed, PipeTimeout, TransportUnavailable
 from tdio.transport import ucx_lib as lib
 
 #: Our defaults where the user has set no ``UCX_`` variable of that name (nor ucxx, on import,
@@ -221,6 +221,9 @@ class Worker:
         progress, handle, clock = self._progress, self.handle, time.monotonic
         nap = _Nap(timeout_s, what, nbytes)
         while True:
+            if not self.usable:
+                # Closed by another task or thread meanwhile: the handle is no more.
+                raise PipeClosed(f"{what}: closed while it was waited for")
             progress(handle)
             if ready():
                 return
@@ -247,6 +250,9 @@ class Worker:
         progress, handle, clock = self._progress, self.handle, time.monotonic
         nap = _Nap(timeout_s, what, nbytes)
         while True:
+            if not self.usable:
+                # Closed by another task or thread meanwhile: the handle is no more.
+                raise PipeClosed(f"{what}: closed while it was waited for")
             progress(handle)
             now = clock()
             if ready():
