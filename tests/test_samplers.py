@@ -93,7 +93,7 @@ def test_an_order_is_the_same_everywhere():
 
 
 ORDER_8 = [0, 2, 1, 5, 4, 3, 6, 7]
-ORDER_12 = [11, 7, 10, 6, 0, 4, 5, 3, 1, 8, 2, 9]
+ORDER_12 = [11, 7, 10, 6, 0, 1, 8, 9, 4, 5, 3, 2]
 
 
 def test_blocks_are_runs_of_neighbours():

@@ -44,7 +44,7 @@ class StoreBatchSampler(Sampler[list[int]]):
             ``"pad"``: rows from the beginning of the order come again, all batches are full.
             Every rank has the same number of batches in any case.
         block_rows: None shuffles single rows. Else blocks of so many neighbours are shuffled,
-            and the rows within each 8 successive blocks: reads become runs of neighbours, which
+            and the rows within each 4 successive blocks: reads become runs of neighbours, which
             one range read serves. ``docs/data.md`` says what that costs in randomness.
 
     Raises:
