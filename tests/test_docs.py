@@ -25,6 +25,7 @@ MODULES = [
     "tdio.pipe.pipe",
     "tdio.pipe.server",
     "tdio.pipe.messages",
+    "tdio.transport.fake",
     "tdio.transport.memory",
 ]
 
