@@ -45,7 +45,8 @@ class StoreBatchSampler(Sampler[list[int]]):
             Every rank has the same number of batches in any case.
         block_rows: None shuffles single rows. Else blocks of so many neighbours are shuffled,
             and the rows within each 4 successive blocks: reads become runs of neighbours, which
-            one range read serves. ``docs/data.md`` says what that costs in randomness.
+            one range read serves. The rows of a batch come in ascending order. ``docs/data.md``
+            says what blocks cost in randomness.
 
     Raises:
         ValueError: ``exact`` is impossible (fewer rows than ranks, or batches of one row that do
@@ -260,7 +261,12 @@ class _Pass(Iterator[list[int]]):
             begin, end = share(size, sampler.rank, sampler.num_replicas)
             # Only "pad" reaches beyond the end.
             rows = np.arange(position + begin, position + end) % max(1, sampler.rows)
-            yield order[rows].tolist(), after
+            batch = order[rows]
+            if sampler.shuffle and sampler.block_rows is not None:
+                # Within a batch the order means nothing to a gradient, but runs in ascending
+                # order are received straight into their places.
+                batch.sort()
+            yield batch.tolist(), after
 
     # A StatefulDataLoader looks for these on the iterator of a sampler.
 
