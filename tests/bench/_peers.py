@@ -51,10 +51,9 @@ def hf(data: dict[str, Any], folder: Path) -> Read:
 def mosaic(data: dict[str, Any], folder: Path) -> Read:
     from streaming import MDSWriter, StreamingDataset
 
-    kinds = {
-        k: f"ndarray:{v.dtype}:{','.join(map(str, v.shape[1:]))}" if v.dtype != bool else "pkl"
-        for k, v in data.items()
-    }
+    # It has no arrays of bool.
+    data = {k: v[:].view("uint8") if v.dtype == bool else v for k, v in data.items()}
+    kinds = {k: f"ndarray:{v.dtype}:{','.join(map(str, v.shape[1:]))}" for k, v in data.items()}
     count = len(next(iter(data.values())))
     with MDSWriter(out=str(folder), columns=kinds, size_limit="256mb") as out:
         for i in range(count):
