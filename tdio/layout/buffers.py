@@ -14,7 +14,7 @@ ALIGNMENT_BYTES = 8
 _LARGEST_ITEM_BYTES = 16
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Slot:
     """Where one leaf lies in a consolidated buffer: bytes ``[start, start + nbytes)``."""
 

@@ -49,6 +49,9 @@ def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Turn ``{"a.b": x}`` into ``{"a": {"b": x}}``, in the order given."""
     root: dict[str, Any] = {}
     for path, value in flat.items():
+        if SEPARATOR not in path:
+            root[path] = value
+            continue
         *parents, name = path.split(SEPARATOR)
         level = root
         for parent in parents:

@@ -32,7 +32,7 @@ SORTED_ROW_BYTES = 1024
 _FEW = 32
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Ranges:
     """Byte ranges of one server string.
 

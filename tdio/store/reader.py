@@ -426,6 +426,7 @@ def _into(
     """Return the reads that bring the planned ranges, and what puts gathered rows in place."""
     target = storage.numpy()
     reads: list[RangeRead] = []
+    names, location = handle.names, handle.location
     gathers: list[_Gather] = []
     for spec, plan, slot in zip(specs, plans, slots, strict=True):
         if not slot.nbytes:
@@ -434,8 +435,8 @@ def _into(
         if plan.rows is not None:
             gathers.append(_Gather(np.empty(plan.moved_bytes, np.uint8), plan, into))
             into = gathers[-1].scratch
-        what = (spec.path, handle.location)
-        reads.append(RangeRead(handle.names.data(spec.path), in_pieces(plan), into, what))
+        what = (spec.path, location)
+        reads.append(RangeRead(names.data(spec.path), in_pieces(plan), into, what))
 
     def place() -> None:
         for gather in gathers:

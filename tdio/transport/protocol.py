@@ -6,6 +6,7 @@ which it is sent the number of bytes that came.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
@@ -114,11 +115,11 @@ class Protocol:
     # ---- range reads
 
     def _fetch(self, request: Fetch) -> Steps:
-        count = len(request.after) + sum(len(read.ranges.starts) for read in request.reads)
         prefix = pending = b""
         batches = encode_reads(request.reads)
         tail = b"".join(map(_encoded, request.after))
         if request.atomic:
+            count = len(request.after) + sum(len(read.ranges.starts) for read in request.reads)
             prefix = b"+OK\r\n" + b"+QUEUED\r\n" * count + b"*%d\r\n" % count
             tail += b"*1\r\n$4\r\nEXEC\r\n"
             pending = b"*1\r\n$5\r\nMULTI\r\n"
@@ -174,6 +175,7 @@ class Protocol:
         )
 
 
+@functools.lru_cache(4096)
 def _encoded(command: tuple[Any, ...]) -> bytes:
     """Return the encoding of a command whose arguments are all small."""
     return b"".join(

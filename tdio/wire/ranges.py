@@ -8,6 +8,7 @@ a short reply) is left for the ordinary parser.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -35,8 +36,7 @@ def encode_reads(reads: Sequence[RangeRead]) -> Iterator[tuple[bytes, int]]:
         starts, sizes = read.ranges.starts, read.ranges.sizes
         if not len(starts):
             continue
-        raw = read.key.encode()
-        head = b"*4\r\n$8\r\nGETRANGE\r\n$%d\r\n%b\r\n" % (len(raw), raw)
+        head = _head(read.key)
         if read.ranges.single is not None:
             start, size = read.ranges.single
             yield head + _numbers(start, start + size - 1), size
@@ -50,6 +50,13 @@ def encode_reads(reads: Sequence[RangeRead]) -> Iterator[tuple[bytes, int]]:
             part = slice(at, at + per_batch)
             first, last = starts[part], starts[part] + sizes[part] - 1
             yield _encode(head, first, last), int(sizes[part].sum())
+
+
+@functools.lru_cache(4096)
+def _head(key: str) -> bytes:
+    """Return what stands before the numbers of a GETRANGE."""
+    raw = key.encode()
+    return b"*4\r\n$8\r\nGETRANGE\r\n$%d\r\n%b\r\n" % (len(raw), raw)
 
 
 def _numbers(first: int, last: int) -> bytes:

@@ -30,7 +30,7 @@ class Body:
 Arg = str | bytes | int | memoryview | Body
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Commands:
     """One round trip of ordinary commands.
 
@@ -46,7 +46,7 @@ class Commands:
     tolerant: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class RangeRead:
     """Byte ranges of one server string, received one after the other into ``into``.
 
@@ -66,7 +66,7 @@ class RangeRead:
         return f"entry {self.what[0]!r} of {self.what[1]}"
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Fetch:
     """One round trip of range reads, whose data is in the buffers when it ends.
 
