@@ -9,8 +9,9 @@ import redis.asyncio
 import torch
 from tensordict import NonTensorStack, TensorDict, lazy_stack
 
-from tdio import StoreDataset, TensorDictStore, errors, open_store
+from tdio import StoreDataset, TensorDictPipe, TensorDictStore, errors, open_store
 from tdio.server import embedded_server
+from tdio.transport.memory import memory_pair
 
 
 def data():
@@ -142,3 +143,16 @@ def test_an_asyncio_client_handed_in(conn):
         await client.aclose()
 
     asyncio.run(work())
+
+
+def test_a_store_goes_through_a_pipe(store, conn):
+    async def work():
+        a, b = (TensorDictPipe(end) for end in memory_pair())
+        await store.asend(a)
+        got = await b.arecv()
+        assert torch.equal(got["x"], data()["x"]) and got["text"] == list(map(str, range(10)))
+        await b.asend(data().apply(lambda x: x + 1))
+        assert await store.arecv(a) is store
+
+    asyncio.run(work())
+    assert torch.equal(open_store(td_id=store.td_id, **conn)["x"], data()["x"] + 1)
