@@ -1,21 +1,14 @@
-"""What the stored classes share: TensorDictBase's hooks over reads and writes by path."""
+"""The common class of what is stored."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from tdio._td import (
     TensorDictBase,
 )
 from tdio.layout.values import ValueSpec
-from tdio.store._keys import (
-    _TENSOR,
-)
 from tdio.store._writes import StoredWrites
-
-_TENSOR = torch.zeros(())
 
 
 class Stored(StoredWrites):
@@ -82,3 +75,18 @@ class Stored(StoredWrites):
             EndOfStream: the other end closed the pipe.
             EntryMismatch: what came does not fit the batch size; nothing was written.
         """
+        self.update(await src.arecv(device=device))
+        return self
+
+    # ``with store.unlock_():`` is tensordict's; ``with store:`` closes the connections at its end.
+
+    def __enter__(self) -> Any:
+        resource = getattr(self, "_last_op", None) is None
+        self.__dict__.setdefault("_entered", []).append(resource)
+        return self if resource else super().__enter__()
+
+    def __exit__(self, kind: Any, value: Any, trace: Any) -> Any:
+        if self._entered.pop():
+            self.close()
+            return None
+        return super().__exit__(kind, value, trace)

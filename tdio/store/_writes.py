@@ -1,0 +1,196 @@
+"""Writes of a stored tensordict: each is one transaction."""
+
+from __future__ import annotations
+
+from numbers import Number
+from typing import Any
+
+import torch
+
+from tdio._td import (
+    _LOCK_ERROR,
+    NestedKey,
+    NonTensorData,
+    TensorDict,
+    TensorDictBase,
+    _unravel_key_to_tuple,
+    is_non_tensor,
+    is_tensor_collection,
+)
+from tdio.errors import UnsupportedValue
+from tdio.layout.levels import Level
+from tdio.layout.paths import below, check_key
+from tdio.layout.values import ValueSpec
+from tdio.store._keys import (
+    _UPDATED,
+    _Index,
+    _making,
+    _value,
+)
+from tdio.store._reads import StoredReads
+from tdio.store.handle import Edit
+from tdio.store.writer import Flat, check_leaves, flatten
+from tdio.wire.changes import Drop
+from tdio.wire.requests import Operation
+
+
+class StoredWrites(StoredReads):
+    """TensorDictBase's hooks that write."""
+
+    def _update_entries(self, *args: Any, **kwargs: Any) -> Any:
+        # tensordict looks at each entry that it is about to write: a stand-in of its class will
+        # do, so that nothing is read.
+        token = _UPDATED.set(_UPDATED.get() | {id(self)})
+        try:
+            with self._together():
+                super()._update_entries(*args, **kwargs)
+        finally:
+            _UPDATED.reset(token)
+        return self
+
+    def _update_(
+        self, input_dict_or_td: Any, *, clone: bool, non_blocking: bool, keys_to_update: Any
+    ) -> Any:
+        # The base class reads what it overwrites.
+        source = input_dict_or_td
+        if not is_tensor_collection(source):
+            source = TensorDict.from_dict(source, batch_dims=self.batch_dims)
+        if keys_to_update is not None:
+            source = source.select(*keys_to_update)
+        flat = flatten(source.to_tensordict()).under(self._prefix)
+        known = flat.paths & self._handle.known()
+        if (flat.paths and not known) or (keys_to_update is not None and known != flat.paths):
+            raise self._missing(min(flat.paths - known))
+        mine = Flat(
+            {path: value for path, value in flat.tensors.items() if path in known},
+            {path: value for path, value in flat.values.items() if path in known},
+        )
+        self._apply(lambda: self._putting(mine, True))
+        return self
+
+    def _update_at_(self, *args: Any, **kwargs: Any) -> Any:
+        with self._together():
+            super()._update_at_(*args, **kwargs)
+        return self
+
+    def _write_back(self, *args: Any, **kwargs: Any) -> None:
+        with self._together():
+            super()._write_back(*args, **kwargs)
+
+    # ---- writes
+
+    def _set_str(self, key: str, value: Any, **kwargs: Any) -> TensorDictBase:
+        return self._set_tuple((key,), value, **kwargs)
+
+    def _set_tuple(
+        self,
+        key: NestedKey,
+        value: Any,
+        *,
+        inplace: Any,
+        validated: bool,
+        non_blocking: bool = False,
+        ignore_lock: bool = False,
+    ) -> TensorDictBase:
+        key = _unravel_key_to_tuple(key)
+        path = self._full(check_key(key))
+        if not validated:
+            value = self._validate_value(value, check_shape=True, key=key)
+        known = path in self._handle.paths or self._has_level(path)
+        if self.is_locked and not ignore_lock and (inplace is False or not known):
+            raise RuntimeError(_LOCK_ERROR)
+        if inplace is True and not known:
+            raise self._missing(key if len(key) > 1 else key[0])
+        flat = self._flat(value, path)
+        in_place = bool(inplace) and known
+        if in_place and not flat.levels and not below(self._handle.paths, path):
+            self._apply(lambda: self._putting(flat, True))
+        else:
+            self._apply(lambda: self._replacing(path, flat))
+        return self
+
+    def _set_non_tensor(self, key: NestedKey, value: Any) -> TensorDictBase:
+        entry = NonTensorData(data=value, batch_size=self.batch_size, device=self.device)
+        return self._set_tuple(key, entry, inplace=False, validated=True)
+
+    def _flat(self, value: Any, path: str) -> Flat:
+        """Return a value by full path."""
+        if isinstance(value, torch.Tensor):
+            return Flat({path: value})
+        if is_tensor_collection(value) and not is_non_tensor(value):
+            flat = flatten(value, self._frame("").batch).under(path)
+            flat.levels = {at: self._stored_level(level) for at, level in flat.levels.items()}
+            return flat
+        return Flat(values={path: _value(value)})
+
+    def _replacing(self, path: str, flat: Flat) -> Operation[Edit]:
+        """Write what is at ``path`` anew: what was there and is not in ``flat`` goes."""
+        edit = yield from self._putting(flat, False)
+        gone = {f"{path}.{rest}" for rest in below(self._handle.paths, path)} - flat.paths
+        levels: dict[str, Level | None] = {
+            level: None
+            for level in self._handle.info.levels
+            if level == path or level.startswith(path + ".")
+        }
+        drops = [Drop(old) for old in sorted(gone)]
+        return Edit([*edit.changes, *drops], {**levels, **edit.levels})
+
+    def _set_at_str(self, key: str, value: Any, idx: Any, **kwargs: Any) -> TensorDictBase:
+        return self._set_at_tuple((key,), value, idx, **kwargs)
+
+    def _set_at_tuple(
+        self, key: NestedKey, value: Any, idx: Any, *, validated: bool, non_blocking: bool
+    ) -> TensorDictBase:
+        path = self._full(_unravel_key_to_tuple(key))
+        if path in self._handle.known():
+            (spec,) = self._handle.specs([path]).values()
+            if isinstance(spec, ValueSpec):
+                flat = Flat(values={path: _value(value)})
+            else:
+                if not isinstance(value, (torch.Tensor, Number)):
+                    value = torch.as_tensor(value)
+                flat = Flat({path: value})
+        elif self._has_level(path) and is_tensor_collection(value):
+            flat = flatten(value).under(path)
+            unknown = flat.paths - self._handle.paths
+            if unknown:
+                raise self._missing(min(unknown))
+        else:
+            raise self._missing(key)
+        prefix = path if self._has_level(path) else path.rpartition(".")[0]
+        self._apply(lambda: self._writing_at(flat, _Index(idx, self._frame(prefix))))
+        return self
+
+    def _setitem_index(self, index: Any, value: Any) -> None:
+        if isinstance(value, Number):
+            specs = self._handle.specs([self._full(path) for path in self._leaf_paths()])
+            flat = Flat({p: value for p, s in specs.items() if not isinstance(s, ValueSpec)})  # type: ignore[misc]
+        else:
+            if not is_tensor_collection(value):
+                if not isinstance(value, dict):
+                    raise UnsupportedValue(
+                        f"a {type(value).__name__} cannot be written to an element: pass a "
+                        "tensordict, a dict or a number"
+                    )
+                value = TensorDict.from_dict(value, batch_size=[])
+            flat = flatten(value).under(self._prefix)
+            self._check_same_leaves(flat, index)
+        self._apply(lambda: self._writing_at(flat, _Index(index, self._frame(self._prefix))))
+
+    def _check_same_leaves(self, flat: Flat, index: Any) -> None:
+        expected = {self._full(path) for path in self._leaf_paths()}
+        check_leaves(expected, flat.paths, f"{self._handle.location}[{index!r}]")
+
+    def _del(self, key: tuple[str, ...]) -> None:
+        path = self._full(key)
+        known = self._handle.known()
+        found = [path] if path in known else []
+        found += [f"{path}.{rest}" for rest in below(known, path)]
+        levels: dict[str, Level | None] = {
+            level: None
+            for level in self._handle.info.levels
+            if level == path or level.startswith(path + ".")
+        }
+        if not found and not levels:
+            raise self._missing(key if len(key) > 1 else key[0])
+        self._apply(_making(Edit([Drop(old) for old in found], levels)))
