@@ -30,6 +30,7 @@ class Incoming(Sink):
         self._limit = max_message_bytes
         self._into: Any = None
         self._device: torch.device | None = None
+        self._keep = self._marked = self._jagged = False
         self._schema: Schema | None = None
         self._storage: torch.Tensor | None = None
         self._built: _Built | None = None
@@ -37,9 +38,9 @@ class Incoming(Sink):
         self._leaves: tuple[LeavesHeader, list[torch.Tensor]] | None = None
         self._plain_metadata: dict[torch.device, dict[str, Any]] = {}
 
-    def want(self, into: Any, device: torch.device | None) -> None:
-        """Note what the caller of this receive wants: a tensordict to fill, a device."""
-        self._into, self._device = into, device
+    def want(self, into: Any, device: torch.device | None, keep: bool = False) -> None:
+        """Note what the caller of this receive wants: a tensordict to fill, a device, its own."""
+        self._into, self._device, self._keep = into, device, keep
 
     # ---- one storage
 
@@ -53,6 +54,10 @@ class Incoming(Sink):
             )
         _check_classes(schema.root, self._where)
         self._schema, self.nbytes = schema, schema.nbytes
+        self._marked = is_markable(schema.root)
+        self._jagged = any(
+            n.startswith(JAGGED) for level in schema.root.walk() for n in level.leaves
+        )
         self._storage = self._built = None
         self._plain_metadata = {}
 
@@ -61,7 +66,7 @@ class Incoming(Sink):
         into, built = self._into, self._built
         if into is not None and (built is None or into is not built.td) and self._fits(into):
             storage: torch.Tensor = plain(into)._consolidated["storage"]
-            if self._storage is None:
+            if self._storage is None and not self._keep:
                 # As in tensordict's pipe: what the first message of a schema is received into is
                 # what the next ones are.
                 self._storage = storage
@@ -69,8 +74,10 @@ class Incoming(Sink):
             self._filled = into
             return storage
         self._filled = None
-        if self._storage is None or (
-            self._device is not None and self._device != self._storage.device
+        if (
+            self._keep
+            or self._storage is None
+            or (self._device is not None and self._device != self._storage.device)
         ):
             self._storage, self._built = self._allocate(), None
         return self._storage
@@ -109,19 +116,26 @@ class Incoming(Sink):
 
     def finish(self) -> Any:
         """Return the tensordict whose storage is full: the same as last time if it is intact."""
-        storage = self._storage
-        assert storage is not None
+        storage, filled = self._storage, self._filled
         assert self._schema is not None
+        if filled is not None:
+            storage = plain(filled)._consolidated["storage"]
+        assert storage is not None
         if storage.is_cuda:
             synchronize(storage.device)
-        if self._filled is not None:
-            filled, self._filled, self._into = self._filled, None, None
+        if self._jagged:
+            check_offsets(self._schema.root, storage, self._where)
+        if filled is not None:
+            self._filled = self._into = None
             return filled
+        root = self._schema.root
+        if self._keep:
+            # The caller's from now on: nothing here remembers it.
+            self._storage = self._built = None
+            return _views(root, storage, self._marked, self._where)[0]
         built = self._built
         if built is None or not built.intact():
-            built = self._built = _Built.new(self._schema.root, storage, self._where)
-        if built.jagged:
-            check_offsets(self._schema.root, storage, self._where)
+            built = self._built = _Built.new(root, storage, self._marked, self._where)
         return built.td
 
     # ---- leaf by leaf
@@ -155,12 +169,22 @@ def _device(text: str) -> torch.device:
     return device
 
 
+def _views(
+    root: Level, storage: torch.Tensor, marked: bool, where: str
+) -> tuple[Any, dict[str, Any] | None]:
+    """Return the tensordict of views of ``storage``, and its mark. Raises ProtocolError."""
+    try:
+        td = rebuild(root, storage, metadata_of(root, storage.device), None, marked)
+    except (RuntimeError, ValueError, TypeError, KeyError) as error:
+        raise ProtocolError(f"{where} sent metadata that makes no tensordict: {error}") from error
+    return td, plain(td).__dict__.get("_consolidated") if marked else None
+
+
 class _Built:
     """A tensordict that was handed out, and how to see whether it is still what it was."""
 
     def __init__(self, td: Any, state: dict[str, Any] | None, expected: dict[str, Any]):
         self.td = td
-        self.jagged = False
         self._state = state
         self._expected = expected
         self._inner = plain(td)
@@ -169,20 +193,10 @@ class _Built:
         self._key = describe(self._inner)[0] if _needs_a_look(expected) else None
 
     @classmethod
-    def new(cls, root: Level, storage: torch.Tensor, where: str) -> _Built:
+    def new(cls, root: Level, storage: torch.Tensor, marked: bool, where: str) -> _Built:
         """Build the views of ``storage``. Raises ProtocolError."""
-        metadata = metadata_of(root, storage.device)
-        marked = is_markable(root)
-        try:
-            td = rebuild(root, storage, metadata, None, marked)
-        except (RuntimeError, ValueError, TypeError, KeyError) as error:
-            raise ProtocolError(
-                f"{where} sent metadata that makes no tensordict: {error}"
-            ) from error
-        state = plain(td).__dict__.get("_consolidated") if marked else None
-        built = cls(td, state, metadata_of(root, storage.device))
-        built.jagged = any(name.startswith(JAGGED) for n in root.walk() for name in n.leaves)
-        return built
+        td, state = _views(root, storage, marked, where)
+        return cls(td, state, metadata_of(root, storage.device))
 
     @classmethod
     def of(cls, td: Any, expected: dict[str, Any]) -> _Built:

@@ -343,6 +343,7 @@ class TensorDictPipe:
         td: TensorDictBase | None = None,
         *,
         device: torch.device | str | None = None,
+        keep: bool = False,
     ) -> Any:
         """Receive the next tensordict.
 
@@ -353,6 +354,8 @@ class TensorDictPipe:
         Args:
             td: a consolidated tensordict to receive into, if its layout, size and device match.
             device: where to allocate for a new schema; by default where the sender's storage was.
+            keep: return a tensordict that no later receive changes, in memory of its own: the
+                same as a clone of the result, without the copy.
 
         Returns:
             ``td`` if it matched, else the tensordict of the last receive, filled anew, or a new
@@ -371,7 +374,7 @@ class TensorDictPipe:
         await self._recv_turn.acquire_async(self._timeout_s, "arecv()")
         try:
             self._check_open()
-            self._incoming.want(td, None if device is None else _device(device))
+            self._incoming.want(td, None if device is None else _device(device), keep)
             operation = self._protocol.receive(self._incoming)
             result = await run_async(self._endpoint, operation, self._timeout_s)
         except BaseException as error:
@@ -389,6 +392,7 @@ class TensorDictPipe:
         td: TensorDictBase | None = None,
         *,
         device: torch.device | str | None = None,
+        keep: bool = False,
     ) -> Any:
         """``arecv`` for code without an event loop; same arguments, result and errors.
 
@@ -402,7 +406,7 @@ class TensorDictPipe:
         self._recv_turn.acquire(self._timeout_s, "recv()")
         try:
             self._check_open()
-            self._incoming.want(td, None if device is None else _device(device))
+            self._incoming.want(td, None if device is None else _device(device), keep)
             return run(self._endpoint, self._protocol.receive(self._incoming), self._timeout_s)
         except BaseException as error:
             self._recv_failed(error)
