@@ -1,13 +1,17 @@
 """Feed PyTorch training from TensorDicts that live outside the training process."""
 
 from tdio.data import (
+    PipeReader,
+    PipeStream,
     StoreBatchSampler,
     StoreDataset,
     StoreReader,
+    aresume_position,
     collate_lazy,
     collate_nested,
     collate_pad,
     collate_stack,
+    resume_position,
     tensordict_collate,
 )
 from tdio.pipe import TensorDictPipe, TensorDictServer, recv_tensordict, send_tensordict
@@ -17,12 +21,15 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LazyStackedTensorDictStore",
+    "PipeReader",
+    "PipeStream",
     "StoreBatchSampler",
     "StoreDataset",
     "StoreReader",
     "TensorDictPipe",
     "TensorDictServer",
     "TensorDictStore",
+    "aresume_position",
     "collate_lazy",
     "collate_nested",
     "collate_pad",
@@ -30,6 +37,7 @@ __all__ = [
     "delete_store",
     "open_store",
     "recv_tensordict",
+    "resume_position",
     "send_tensordict",
     "tensordict_collate",
 ]
