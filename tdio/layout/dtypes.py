@@ -56,5 +56,8 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
             f"a tensor of layout {tensor.layout} on {tensor.device} cannot be stored as plain "
             "bytes; store its values and offsets as entries, or pad it"
         )
-    flat = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous().reshape(-1)
+    flat = tensor.detach()
+    if not flat.is_cpu or flat.is_conj() or flat.is_neg() or not flat.is_contiguous():
+        flat = flat.to("cpu").resolve_conj().resolve_neg().contiguous()
+    flat = flat.reshape(-1)
     return flat.view(torch.uint8)

@@ -27,6 +27,7 @@ from tdio.store._keys import (
 )
 from tdio.transport.aio import AsyncClient
 from tdio.transport.fake import MemoryServer
+from tdio.wire.requests import Operation
 
 _READ_AHEAD_BYTES = 32 * 1024 * 1024
 
@@ -108,13 +109,21 @@ class StoredReads(StoredKeys):
 
     def _read_entry(self, path: str, index: Any, **kwargs: Any) -> Any:
         """Read one leaf at an index of the level that holds it."""
+        if not kwargs:
+            return self._handle.client.read(lambda: self._reading_leaf(path, index))
         prefix, _, name = path.rpartition(".")
-        out = self._read([path], index, prefix)
-        return out.get(name, **kwargs) if kwargs else out._get_str(name, NO_DEFAULT)
+        return self._read([path], index, prefix).get(name, **kwargs)
+
+    def _reading_leaf(self, path: str, index: Any) -> Operation[Any]:
+        """The operation of ``_read_entry``; a class that can read it more directly does."""
+        prefix, _, name = path.rpartition(".")
+        out = yield from self._reading([path], index, prefix)
+        return out._get_str(name, NO_DEFAULT)
 
     def _nested(self, path: str) -> Any:
         """Return a view of a nested level: it reads and writes on the server."""
         out = self._shallow()
+        out._owner = self
         out._prefix = path
         out._batch_size = torch.Size(self._frame(path).batch)
         level = self._handle.info.levels.get(path)
@@ -159,6 +168,12 @@ class StoredReads(StoredKeys):
         out: TensorDictBase = self._index_tensordict(())
         return out
 
+    def _copy_entries(self, keys: list[str] | None) -> Any:
+        """Return a copy of some top-level entries: what select and exclude start from."""
+        paths = self._leaf_paths()
+        some = [p for p in paths if keys is None or p.partition(".")[0] in keys]
+        return self._read([self._full(path) for path in some], (), self._prefix)
+
     def _clone(self, recurse: bool = True) -> TensorDictBase:
         if recurse:
             return self._to_tensordict(retain_none=None)
@@ -167,7 +182,10 @@ class StoredReads(StoredKeys):
     def _shallow(self) -> Any:
         out = type(self).__new__(type(self))
         out.__dict__.update(self.__dict__)
+        for name in ("_last_op", "_last_op_queue", "_entered"):
+            out.__dict__.pop(name, None)
         out._is_locked = False
+        out._owner = None
         return out
 
     # ---- reads of a coroutine

@@ -22,7 +22,7 @@ from tdio.layout.spec import LeafSpec
 from tdio.transport.address import Address
 from tdio.transport.client import Client
 from tdio.transport.fake import MemoryServer
-from tdio.wire import reading, uploading
+from tdio.wire import reading, script, uploading
 from tdio.wire.changes import (
     STREAM_BYTES,
     Change,
@@ -127,6 +127,8 @@ class Handle:
         self.cache = cache
         self.allow_pickle = allow_pickle
         self._may_transact = True
+        self._may_script = True
+        self._tokens = token_items(location.names)
         self._state = _Known(info)
 
     @property
@@ -241,7 +243,7 @@ class Handle:
                 reads = [first, *reads]
             after: list[tuple[Arg, ...]] = [("GET", self.names.data(p)) for p in plan.values]
             try:
-                replies = yield Fetch(reads, [*after, *token_items(self.names)], atomic)
+                replies = yield Fetch(reads, [*after, *self._tokens], atomic)
             except AccessDenied:
                 if not atomic:
                     raise
@@ -299,6 +301,12 @@ class Handle:
             changes = [*edit.changes, *self._displaced(edit.changes)]
             if not changes and not edit.levels:
                 return
+            if self._may_script and not edit.levels:
+                done = yield from self._at_once(state, changes)
+                if done is not None:
+                    if done:
+                        return
+                    continue
             yield from self._check_sizes(changes)
             request, counts = look_at(self.names, changes)
             replies: list[Any] = [] * len(changes)
@@ -312,6 +320,32 @@ class Handle:
             if (yield from self._execute(state, edit, changes, counts, replies, looked)):
                 return
         raise ServerTimeout(f"{where}: other writers came between {ATTEMPTS} times")
+
+    def _at_once(self, state: _Known, changes: Sequence[Change]) -> Operation[bool | None]:
+        """Do a small write in one round trip; return whether it went through, None if it may not.
+
+        Raises:
+            EntryNotFound: an entry is shorter than its metadata says.
+        """
+        tokens = new_tokens(state.tokens, schema=False)
+        arguments = script.arguments(self.names, state.tokens, tokens.version, changes)
+        if arguments is None:
+            return None
+        (reply,) = yield Commands([("EVALSHA", script.SHA, *arguments)], tolerant=True)
+        if isinstance(reply, Exception) and str(reply).startswith("NOSCRIPT"):
+            (reply,) = yield Commands([("EVAL", script.SOURCE, *arguments)], tolerant=True)
+        if isinstance(reply, Exception):
+            # No right to, or no scripts here: the transaction says what is wrong, if anything is.
+            self._may_script = False
+            return None
+        if isinstance(reply, list):
+            number, held = reply
+            changes[number - 1].write(self.names, state.info, [held], str(self.location))
+        if reply != 0:
+            yield from self.reload()
+            return False
+        self._learn(state, {}, {}, tokens)
+        return True
 
     def _execute(
         self,

@@ -21,10 +21,11 @@ from tdio._td import (
 from tdio.errors import WrongStoreKind
 from tdio.layout.index import normalise, select
 from tdio.layout.paths import check_key
+from tdio.store._local import no_server
 from tdio.store._stored import Stored
 from tdio.store.connecting import locate
 from tdio.store.handle import Edit, Handle, create, delete_store
-from tdio.store.reader import reading
+from tdio.store.reader import reading, reading_leaf
 from tdio.store.writer import (
     Flat,
     check_batch,
@@ -41,6 +42,9 @@ from tdio.wire.reading import StoreInfo
 from tdio.wire.requests import Operation
 
 
+@no_server(
+    "copy a local one: TensorDictStore.from_tensordict(TensorDict.{name}(...), host=..., port=...)"
+)
 class TensorDictStore(Stored):
     """A tensordict whose entries live on a server that speaks the Redis protocol.
 
@@ -304,6 +308,9 @@ class TensorDictStore(Stored):
 
     def _reading(self, paths: list[str], index: Any, prefix: str) -> Operation[Any]:
         return reading(self._handle, paths, index, self._device, prefix)
+
+    def _reading_leaf(self, path: str, index: Any) -> Operation[Any]:
+        return reading_leaf(self._handle, path, index, self._device)
 
     def _putting(self, flat: Flat, inplace: bool) -> Operation[Edit]:
         handle = self._handle

@@ -88,6 +88,49 @@ def reading(
 _FEW_ROWS = 8
 
 
+def reading_leaf(
+    handle: Handle, path: str, index: Any, device: torch.device | None = None
+) -> Operation[Any]:
+    """Read one leaf at an index of the level that holds it: as ``reading``, less what is around it.
+
+    Returns a tensor or a non-tensor entry.
+    """
+    prefix, _, name = path.rpartition(".")
+    (spec,) = (yield from handle.load((path,))).values()
+    if not isinstance(spec, LeafSpec) or spec.ragged:
+        out = yield from reading(handle, (path,), index, device, prefix)
+        return out._get_str(name, None)
+    frame = Frame.of(handle.info, prefix)
+    rows = select(frame.batch, normalise(index, len(frame.batch)))
+    try:
+        return (yield from handle.fetch(partial(_planning_leaf, handle, path, rows, frame, device)))
+    except (_BecameRagged, Contended):
+        out = yield from reading(handle, (path,), index, device, prefix)
+        return out._get_str(name, None)
+
+
+def _planning_leaf(
+    handle: Handle, path: str, rows: Rows, frame: Frame, device: torch.device | None
+) -> Operation[Plan]:
+    (spec,) = (yield from handle.load((path,))).values()
+    if not isinstance(spec, LeafSpec) or spec.ragged:
+        raise _BecameRagged
+    batch = frame.batch
+    shape = (*rows.shape, *batch[rows.depth :], *spec.shape[len(batch) :])
+    slots, nbytes = pack([(spec.dtype, shape)])
+    yield from _check_held(handle, [spec], nbytes)
+    storage = allocate(nbytes)
+    plans = plan_leaves([spec], rows, batch, handle.info.stack)
+    reads, place = _into(handle, [spec], plans, slots, storage)
+
+    def finish(blobs: list[bytes | None]) -> torch.Tensor:
+        place()
+        (leaf,) = views(storage, slots)
+        return _on(leaf, device, handle)
+
+    return Plan(reads, (), finish)
+
+
 class _BecameRagged(Exception):
     """Another writer resized an element while a read of dense entries was planned."""
 

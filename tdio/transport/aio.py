@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from tdio.errors import ServerUnavailable, TdioError
 from tdio.transport.address import Address
 from tdio.transport.client import BACKOFF_S
-from tdio.transport.link import named_errors
+from tdio.transport.link import named
 from tdio.transport.protocol import Protocol, Steps
 from tdio.wire.requests import Operation, Request
 
@@ -41,9 +42,11 @@ class AsyncLink:
         reader, writer = self._connection._reader, self._connection._writer
         steps = self._protocol.exchange(request)
         self.broken = True
+        began = time.monotonic()
         try:
-            with named_errors(self._address):
-                return await self._drive(steps, reader, writer)
+            return await self._drive(steps, reader, writer)
+        except OSError as error:
+            raise named(error, self._address, began) from error
         finally:
             self.broken = not self._protocol.in_step
 

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from tdio.errors import ServerUnavailable, TdioError
-from tdio.transport.address import Address
 from tdio.transport.link import Link
 from tdio.wire.requests import Operation
 
@@ -41,10 +40,13 @@ class Client:
             ServerTimeout: the server does not answer.
         """
         for wait_s in BACKOFF_S:
-            link = self._take()
+            # Not looked at first, as that costs as much as a small read: it can be repeated.
+            link = self._take(checked=False)
             try:
                 return self._drive(operation(), link)
             except ServerUnavailable:
+                # What the server did to one idle connection it did to the others.
+                self._forget_links()
                 time.sleep(wait_s)
         return self._drive(operation(), self._take())
 
@@ -85,7 +87,7 @@ class Client:
             operation.close()
             self._give_back(link)
 
-    def _take(self) -> Link:
+    def _take(self, *, checked: bool = True) -> Link:
         if self._closed:
             raise ServerUnavailable(f"this handle on {self.address} is closed; open a new one")
         if self._pid != os.getpid():
@@ -93,7 +95,7 @@ class Client:
             self._forget_links()
         while self._idle:
             link = self._idle.popleft()
-            if not link.stale():
+            if not checked or not link.stale():
                 return link
             link.close()
         fresh: Link = self.address.open_link()

@@ -5,11 +5,9 @@ from __future__ import annotations
 import socket
 import ssl
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-from tdio.errors import ServerTimeout, ServerUnavailable
+from tdio.errors import ServerTimeout, ServerUnavailable, TdioError
 from tdio.transport.address import Address
 from tdio.transport.protocol import Protocol, drive
 from tdio.wire.requests import Request
@@ -58,9 +56,11 @@ class Link:
             ServerError: the server answered a command with an error.
         """
         self.broken = True
+        began = time.monotonic()
         try:
-            with named_errors(self.address):
-                return drive(self._protocol.exchange(request), self._socket.sendall, self._receive)
+            return drive(self._protocol.exchange(request), self._socket.sendall, self._receive)
+        except OSError as error:
+            raise named(error, self.address, began) from error
         finally:
             self.broken = not self._protocol.in_step
 
@@ -71,21 +71,14 @@ class Link:
         return n
 
 
-@contextmanager
-def named_errors(address: Address) -> Iterator[None]:
-    """Turn errors of the socket into ours."""
-    began = time.monotonic()
-    try:
-        yield
-    except TimeoutError as error:
-        if isinstance(error, ServerTimeout):
-            raise
-        raise ServerTimeout(
+def named(error: OSError, address: Address, began: float) -> OSError:
+    """Return our error for one of a socket; one of ours passes through."""
+    if isinstance(error, TdioError):
+        return error
+    if isinstance(error, TimeoutError):
+        return ServerTimeout(
             f"{address} sent nothing for {address.timeout_s:g} s "
             f"({time.monotonic() - began:.1f} s after the request); raise socket_timeout= if "
             "it is only slow"
-        ) from error
-    except OSError as error:
-        if isinstance(error, ServerUnavailable):
-            raise
-        raise ServerUnavailable(f"the connection to {address} broke: {error}") from error
+        )
+    return ServerUnavailable(f"the connection to {address} broke: {error}")

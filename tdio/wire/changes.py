@@ -220,11 +220,17 @@ class PutRows(Change):
                 f"{where}: {key} holds {replies[0]} bytes where its metadata says {size}; it was "
                 "deleted, evicted or replaced: open the store again"
             )
+        return [("SETRANGE", key, start, part) for start, part in self.parts()], self.spec
+
+    def parts(self) -> list[tuple[int, memoryview]]:
+        """Return the offset and the bytes of each range."""
         view = self.payload.numpy().data
+        if self.ranges.single is not None:
+            return [(self.ranges.single[0], view)]
         ends = np.cumsum(self.ranges.sizes)
         begins = (ends - self.ranges.sizes).tolist()
         rows = zip(self.ranges.starts.tolist(), begins, ends.tolist(), strict=True)
-        return [("SETRANGE", key, start, view[begin:end]) for start, begin, end in rows], self.spec
+        return [(start, view[begin:end]) for start, begin, end in rows]
 
 
 @dataclass(frozen=True)

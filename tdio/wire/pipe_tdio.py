@@ -27,8 +27,9 @@ from tdio.wire.pipe import (
     receive_exactly,
 )
 
-#: A sender that has this much unread at the other end waits.
-WINDOW_COUNT, WINDOW_BYTES = 1024, 32 << 20
+#: A sender that has this much unread at the other end waits; but for bytes not before
+#: ``WINDOW_LEAST`` are unread: of large ones the next is on its way while one is acknowledged.
+WINDOW_COUNT, WINDOW_BYTES, WINDOW_LEAST = 1024, 32 << 20, 2
 #: A reader tells what it has read at least this often: often enough that nobody waits for it,
 #: seldom enough to cost nothing (1 KiB tensordicts: one message in 256).
 ACK_COUNT, ACK_BYTES = 256, 8 << 20
@@ -84,13 +85,16 @@ class TdioProtocol(Protocol):
     def _wait_for_window(self) -> PipeOperation[None]:
         while (yield PEEK, None, CONTROL) is not None:
             yield from self._control()
-        while not self._peer_closing and (
-            self.sent - self._acked >= WINDOW_COUNT
-            or self.sent_bytes - self._acked_bytes >= WINDOW_BYTES
-        ):
+        while not self._peer_closing and self._window_is_full():
             yield from self._control()
         if self._peer_closing:
             raise self._closed_by_peer()
+
+    def _window_is_full(self) -> bool:
+        unread = self.sent - self._acked
+        return unread >= WINDOW_COUNT or (
+            unread >= WINDOW_LEAST and self.sent_bytes - self._acked_bytes >= WINDOW_BYTES
+        )
 
     def _control(self) -> PipeOperation[None]:
         """Take the next message of the control channel."""

@@ -92,18 +92,22 @@ Operation = Generator[Request, Any, T]
 
 def encode_command(args: tuple[Arg, ...]) -> Iterator[Buffer | Body]:
     """Yield the RESP encoding of a command; large arguments pass through untouched."""
-    head = b"*%d\r\n" % len(args)
+    parts = [b"*%d\r\n" % len(args)]
     for arg in args:
-        if isinstance(arg, memoryview) and arg.nbytes <= _SMALL_BYTES:
-            arg = bytes(arg)
-        if isinstance(arg, (Body, memoryview)):
-            yield head + b"$%d\r\n" % arg.nbytes
+        if isinstance(arg, bytes):
+            raw = arg
+        elif isinstance(arg, memoryview) and arg.nbytes <= _SMALL_BYTES:
+            raw = bytes(arg)
+        elif isinstance(arg, (Body, memoryview)):
+            parts.append(b"$%d\r\n" % arg.nbytes)
+            yield b"".join(parts)
             yield arg
-            head = b"\r\n"
+            parts = [b"\r\n"]
             continue
-        raw = arg if isinstance(arg, bytes) else str(arg).encode()
-        head += b"$%d\r\n%b\r\n" % (len(raw), raw)
-    yield head
+        else:
+            raw = str(arg).encode()
+        parts.append(b"$%d\r\n%b\r\n" % (len(raw), raw))
+    yield b"".join(parts)
 
 
 def error_of(message: str, what: str) -> TdioError:
