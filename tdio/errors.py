@@ -124,7 +124,7 @@ class EmbeddedServerError(TdioError, RuntimeError):
 
 
 class PeerLost(TdioError, ConnectionError):
-    """The other end of a pipe died, reset the connection, or closed it before it read everything."""
+    """The other end of a pipe died, reset it, or closed it before it had read everything."""
 
 
 class ProtocolError(TdioError, ValueError):

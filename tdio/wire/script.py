@@ -1,8 +1,8 @@
 """A small write to existing entries in one round trip: look and write in one script.
 
 The transaction of ``commit`` takes two: it looks at the lengths under a watch, then writes. The
-script blocks the server for as long as the transaction would, so only small writes use it; users who
-may not run scripts, and servers without them, get the transaction.
+script blocks the server for as long as the transaction would, and only small writes use it. Users
+who may not run scripts, and servers without them, get the transaction.
 """
 
 from __future__ import annotations
