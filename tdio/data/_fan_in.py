@@ -6,13 +6,13 @@ import logging
 import os
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, aclosing
 from multiprocessing import context
 from typing import Any
 
 import torch
-from tensordict import TensorDict
+from tensordict import LazyStackedTensorDict, TensorDict, is_tensor_collection
 from torch.utils.data import get_worker_info
 
 from tdio.data.batches import one_storage
@@ -250,10 +250,20 @@ def _whole(td: Any) -> tuple[Any, int]:
     """Return a tensordict whose leaves share a storage, and its size; copied only if needed."""
     if td.is_consolidated():
         return td, td._consolidated["storage"].nbytes
-    leaves = [leaf for leaf in td.values(True, True) if isinstance(leaf, torch.Tensor)]
+    leaves = list(_leaves(td))
     if len({leaf.untyped_storage().data_ptr() for leaf in leaves}) > 1:
         td = one_storage(td)
     return td, sum(leaf.nbytes for leaf in leaves)
+
+
+def _leaves(td: Any) -> Iterator[torch.Tensor]:
+    # A lazy stack's own values() stacks members, which may differ in shape.
+    values = td.tensordicts if isinstance(td, LazyStackedTensorDict) else td.values()
+    for value in values:
+        if is_tensor_collection(value):
+            yield from _leaves(value)
+        elif isinstance(value, torch.Tensor):
+            yield value.values() if value.is_nested else value
 
 
 async def _agree(pipe: TensorDictPipe, number: int) -> None:

@@ -24,6 +24,8 @@ SMALL_BYTES = 1 << 20
 MAX_COUNT = 1024
 #: How long ``close`` waits for the coroutine to tidy up, in seconds.
 _CLOSE_S = 10.0
+#: How long a task that was cancelled may go on before it is cancelled again, in seconds.
+_AGAIN_S = 0.2
 
 
 class Ahead(Generic[T]):
@@ -193,9 +195,11 @@ class Crew:
         try:
             await self._over.wait()
         finally:
-            left = list(self._tasks)
-            for task in left:
-                task.cancel()
-            await asyncio.gather(*left, return_exceptions=True)
+            while self._tasks:
+                for task in self._tasks:
+                    task.cancel()
+                # Before Python 3.12 asyncio.wait_for loses a cancellation that comes together with
+                # what it waited for.
+                await asyncio.wait(self._tasks, timeout=_AGAIN_S)
         if self._error is not None:
             raise self._error
