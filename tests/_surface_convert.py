@@ -185,12 +185,21 @@ add(
     lambda t, x: t.from_list([{"e": torch.ones(3)}, {"e": torch.ones(3)}]),
     refuses=LOCAL_FIRST,
 )
-add("from_tuple", lambda t, x: t.from_tuple((torch.ones(4), torch.zeros(4)), batch_size=[4]))
+add(
+    "from_tuple",
+    lambda t, x: t.from_tuple((torch.ones(4), torch.zeros(4)), batch_size=[4]),
+    refuses=LOCAL_FIRST,
+)
 add(
     "from_namedtuple",
     lambda t, x: t.from_namedtuple(_Tuple(torch.ones(4), torch.zeros(4)), batch_size=[4]),
+    refuses=LOCAL_FIRST,
 )
-add("from_dataclass", lambda t, x: t.from_dataclass(_Data(torch.ones(4)), batch_size=[4]))
+add(
+    "from_dataclass",
+    lambda t, x: t.from_dataclass(_Data(torch.ones(4)), batch_size=[4]),
+    refuses=LOCAL_FIRST,
+)
 add("from_pytree", lambda t, x: t.from_pytree({"e": torch.ones(4)}, batch_size=[4]))
 add(
     "from_struct_array",

@@ -399,5 +399,6 @@ add("mean/function", lambda t, x: (torch.mean(t, -1), torch.sum(t, -1)))
 add(
     "permute/function",
     lambda t, x: torch.permute(t, tuple(range(t.ndim))[::-1]),
-    refuses=COPY_FIRST,
+    # Functions of torch take a stack of elements of different shapes as a local lazy stack.
+    refuses={kind: COPY_FIRST[kind] for kind in KINDS if kind != RAGGED},
 )

@@ -118,7 +118,14 @@ def _set_other_text(t: Any, x: Any) -> Any:
     return t[0]["text"], t[1]["text"]
 
 
-add("set/texts_other", _set_other_text, data="texts", kinds=(PLAIN, NESTED, LAZY, RAGGED))
+add(
+    "set/texts_other",
+    _set_other_text,
+    data="texts",
+    kinds=(PLAIN, NESTED, LAZY, RAGGED),
+    # A row holds one value for all its places, locally one for each.
+    wants=dict.fromkeys((PLAIN, NESTED), lambda t, x: (_set_other_text(t, x), ("abc", "other"))[1]),
+)
 add("set/texts_element", _set_element, data="texts", kinds=(PLAIN, NESTED, LAZY, RAGGED), view=True)
 add(
     "set/over_text",
@@ -126,7 +133,12 @@ add(
     data="texts",
     kinds=(PLAIN, NESTED, LAZY, RAGGED),
 )
-add("set/text_over", lambda t, x: t.set_non_tensor(leaf(t), "now a text"), data="texts")
+add(
+    "set/text_over",
+    lambda t, x: t.set_non_tensor(leaf(t), "now a text"),
+    data="texts",
+    refuses=WHOLE_FIRST,
+)
 
 # ---- names
 
@@ -144,7 +156,7 @@ add("rename", lambda t, x: t.rename(*["x", "y"][-t.ndim :]), view=True)
 add("rename/map", lambda t, x: t.rename(agent="x"), data="names", view=True)
 add("rename_", lambda t, x: t.rename_(*["x", "y"][-t.ndim :]), refuses=NAMED_ON_STORE)
 add("rename_/map", lambda t, x: t.rename_(agent="x"), data="names", refuses=NAMED_ON_STORE)
-add("refine_names", lambda t, x: t.refine_names(..., "x"), view=True)
+add("refine_names", lambda t, x: t.refine_names(..., "x"), view=True, refuses=NAMED_ON_STORE)
 add(
     "to_tensordict/names",
     lambda t, x: t.to_tensordict(),
@@ -205,7 +217,11 @@ add("saved_path", lambda t, x: t.saved_path, raises=KINDS)
 add("data_ptr", lambda t, x: isinstance(t.select("b").data_ptr(), int), kinds=(PLAIN,))
 add("bytes", lambda t, x: t.bytes())
 add("param_count", lambda t, x: t.param_count())
-add("clear_refs_for_compile_", lambda t, x: t.clear_refs_for_compile_())
+add(
+    "clear_refs_for_compile_",
+    lambda t, x: t.clear_refs_for_compile_(),
+    wants={RAGGED: lambda t, x: t},
+)
 add(
     "consolidate",
     lambda t, x: (c := t.consolidate(), c.is_consolidated()),

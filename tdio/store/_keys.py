@@ -26,8 +26,11 @@ from tdio._td import (
 from tdio.errors import EntryNotFound
 from tdio.layout.levels import Level
 from tdio.layout.paths import below, parents, path_of
+from tdio.layout.spec import LeafSpec
 from tdio.layout.values import ValueSpec
-from tdio.store.handle import Edit, Handle, Location, create, device_of
+from tdio.store.committing import commit
+from tdio.store.creating import create, device_of
+from tdio.store.handle import Edit, Handle, Location
 from tdio.store.shape import Frame, names_of
 from tdio.store.writer import Flat
 from tdio.wire.reading import StoreInfo
@@ -58,7 +61,10 @@ class StoredKeys(_NoShapeOps, _NoVmap, TensorDictBase):
     _is_memmap = False
 
     _handle: Handle
-    _entered: list[bool]
+    #: The store that a nested or element view was taken from: its lock holds for the view too.
+    _owner: Any = None
+    _value_class: type = NonTensorData
+    _entered: list[tuple[bool, bool]]
     _prefix: str = ""
     _backend: str = "redis"
 
@@ -105,7 +111,7 @@ class StoredKeys(_NoShapeOps, _NoVmap, TensorDictBase):
     def _apply(self, making: Making) -> None:
         gathered = _GATHERED.get()
         if gathered is None:
-            self._handle.write(making)
+            self._handle.client.write(commit(self._handle, making))
         else:
             gathered.append((self._handle, making))
 
@@ -122,7 +128,8 @@ class StoredKeys(_NoShapeOps, _NoVmap, TensorDictBase):
         finally:
             _GATHERED.reset(token)
         for handle in dict.fromkeys(handle for handle, _ in gathered):
-            handle.write(_all_of([making for of, making in gathered if of is handle]))
+            making = _all_of([making for of, making in gathered if of is handle])
+            handle.client.write(commit(handle, making))
 
     # ---- keys
 
@@ -175,11 +182,44 @@ class StoredKeys(_NoShapeOps, _NoVmap, TensorDictBase):
         path = self._full(_unravel_key_to_tuple(key))
         if path in self._handle.known():
             (spec,) = self._handle.specs([path]).values()
-            return NonTensorData if isinstance(spec, ValueSpec) else torch.Tensor
+            return self._value_class if isinstance(spec, ValueSpec) else torch.Tensor
         if self._has_level(path):
             level = self._handle.info.levels.get(path)
             return imported_tensorclass(level.kind) if level and level.kind else type(self)
         raise self._missing(key)
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype of all tensors, or None where they differ; from the metadata."""
+        specs = self._handle.specs([self._full(path) for path in self._leaf_paths()])
+        dtypes = {spec.dtype for spec in specs.values() if isinstance(spec, LeafSpec)}
+        return dtypes.pop() if len(dtypes) == 1 else None
+
+    def _ragged(self) -> bool:
+        """Whether an entry has elements of different shapes."""
+        return False
+
+    def _local(self) -> Any:
+        """Return a local copy that behaves as this class does: in a stack, a lazy stack."""
+        return self.to_tensordict().unlock_()
+
+    # ---- locks: of this handle on the store, not of the store
+
+    @property
+    def is_locked(self) -> bool:
+        """Whether keys and entries may not be set through this object."""
+        return bool(self._is_locked or (self._owner is not None and self._owner.is_locked))
+
+    @is_locked.setter
+    def is_locked(self, value: bool) -> None:
+        self.lock_() if value else self.unlock_()
+
+    def _check_unlock(self, first_attempt: bool = True) -> None:
+        if self._owner is not None and self._owner.is_locked:
+            raise RuntimeError("this is a view of a locked store: unlock the store")
+
+    def _lock_sub_tensordicts(self) -> list[TensorDictBase]:
+        return []
 
     def _has_level(self, path: str) -> bool:
         """Whether a nested tensordict is at a full path."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from tdio._td import (
-    TensorDictBase,
-)
+import torch
+
 from tdio.layout.values import ValueSpec
+from tdio.store._local import for_stored
 from tdio.store._writes import StoredWrites
 
 
+@for_stored
 class Stored(StoredWrites):
     """A tensordict whose leaves are on a server; subclasses say how a path is read and written.
 
@@ -18,10 +19,29 @@ class Stored(StoredWrites):
     read, change and write back instead of changing a copy that nobody keeps.
     """
 
-    # ---- the rest
+    def consolidate(self, *args: Any, **kwargs: Any) -> Any:
+        """Return a consolidated local copy, also in a file: ``TensorDict.consolidate``."""
+        return self.to_tensordict().unlock_().consolidate(*args, **kwargs)
 
-    def _lock_sub_tensordicts(self) -> list[TensorDictBase]:
-        return []
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Return a local copy with another device, dtype or class: ``TensorDict.to``."""
+        local = self.to_tensordict().unlock_()
+        out = local.to(*args, **kwargs)
+        return self if out is local else out
+
+    def _set_device(self, device: Any) -> Any:
+        self._device = device
+        return self
+
+    def auto_device_(self) -> Any:
+        """Set the device to that of the tensors that reads return."""
+        return self._set_device(self._device or (torch.device("cpu") if self.dtype else None))
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        """Refuse: a store keeps no gradients."""
+        if not requires_grad:
+            return self
+        raise RuntimeError("a store keeps no gradients; call requires_grad_ on to_tensordict()")
 
     def _memmap_(self, *, inplace: bool, **kwargs: Any) -> Any:
         if inplace:
@@ -81,12 +101,18 @@ class Stored(StoredWrites):
     # ``with store.unlock_():`` is tensordict's; ``with store:`` closes the connections at its end.
 
     def __enter__(self) -> Any:
-        resource = getattr(self, "_last_op", None) is None
-        self.__dict__.setdefault("_entered", []).append(resource)
-        return self if resource else super().__enter__()
+        undoes = self.__dict__.get("_last_op") is not None
+        # None is what a lock_ or unlock_ that changed nothing leaves: nothing to undo or to close.
+        closes = not undoes and self.__dict__.pop("_last_op", True) is True
+        self.__dict__.setdefault("_entered", []).append((undoes, closes))
+        return super().__enter__() if undoes else self
 
     def __exit__(self, kind: Any, value: Any, trace: Any) -> Any:
-        if self._entered.pop():
+        undoes, closes = self._entered.pop()
+        if closes:
             self.close()
-            return None
-        return super().__exit__(kind, value, trace)
+        return super().__exit__(kind, value, trace) if undoes else None
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.__dict__.pop("_last_op", None)

@@ -19,7 +19,7 @@ from tdio._td import (
 )
 from tdio.errors import UnsupportedValue
 from tdio.layout.levels import Level
-from tdio.layout.paths import below, check_key
+from tdio.layout.paths import below, check_key, parents
 from tdio.layout.values import ValueSpec
 from tdio.store._keys import (
     _UPDATED,
@@ -29,6 +29,7 @@ from tdio.store._keys import (
 )
 from tdio.store._reads import StoredReads
 from tdio.store.handle import Edit
+from tdio.store.stacking import is_same
 from tdio.store.writer import Flat, check_leaves, flatten
 from tdio.wire.changes import Drop
 from tdio.wire.requests import Operation
@@ -57,7 +58,8 @@ class StoredWrites(StoredReads):
             source = TensorDict.from_dict(source, batch_dims=self.batch_dims)
         if keys_to_update is not None:
             source = source.select(*keys_to_update)
-        flat = flatten(source.to_tensordict()).under(self._prefix)
+        source = source._local() if isinstance(source, StoredReads) else source
+        flat = self._flat(source, self._prefix)
         known = flat.paths & self._handle.known()
         if (flat.paths and not known) or (keys_to_update is not None and known != flat.paths):
             raise self._missing(min(flat.paths - known))
@@ -102,7 +104,7 @@ class StoredWrites(StoredReads):
         if inplace is True and not known:
             raise self._missing(key if len(key) > 1 else key[0])
         flat = self._flat(value, path)
-        in_place = bool(inplace) and known
+        in_place = inplace is not False and known
         if in_place and not flat.levels and not below(self._handle.paths, path):
             self._apply(lambda: self._putting(flat, True))
         else:
@@ -118,7 +120,10 @@ class StoredWrites(StoredReads):
         if isinstance(value, torch.Tensor):
             return Flat({path: value})
         if is_tensor_collection(value) and not is_non_tensor(value):
-            flat = flatten(value, self._frame("").batch).under(path)
+            flat = flatten(value, self._frame("").batch)
+            if not flat.paths and not flat.levels:
+                flat.levels[""] = Level(tuple(value.batch_size))
+            flat = flat.under(path)
             flat.levels = {at: self._stored_level(level) for at, level in flat.levels.items()}
             return flat
         return Flat(values={path: _value(value)})
@@ -126,14 +131,54 @@ class StoredWrites(StoredReads):
     def _replacing(self, path: str, flat: Flat) -> Operation[Edit]:
         """Write what is at ``path`` anew: what was there and is not in ``flat`` goes."""
         edit = yield from self._putting(flat, False)
-        gone = {f"{path}.{rest}" for rest in below(self._handle.paths, path)} - flat.paths
-        levels: dict[str, Level | None] = {
-            level: None
-            for level in self._handle.info.levels
-            if level == path or level.startswith(path + ".")
-        }
-        drops = [Drop(old) for old in sorted(gone)]
-        return Edit([*edit.changes, *drops], {**levels, **edit.levels})
+        drops = self._drops(self._under(path) - flat.paths)
+        return Edit([*edit.changes, *drops], {**self._no_levels(path), **edit.levels})
+
+    def _take_over(self, local: Any, before: Flat | None = None) -> None:
+        """Write what a changed copy of this level holds, but for the leaves that are as before."""
+        flat, top = self._flat(local, self._prefix), self._prefix
+        kept = before or Flat()
+        fresh = Flat(
+            {p: v for p, v in flat.tensors.items() if not is_same(v, kept.tensors.get(p))},
+            {p: v for p, v in flat.values.items() if not is_same(v[0], kept.values.get(p, v)[0])},
+            {p: level for p, level in flat.levels.items() if p != top},
+        )
+        if before is None:
+            fresh.values = flat.values
+
+        def replacing() -> Operation[Edit]:
+            edit = yield from self._putting(fresh, False)
+            levels = {**self._no_levels(top), **edit.levels}
+            levels.pop(top, None)
+            if top and not flat.paths and top not in self._handle.info.levels:
+                levels[top] = flat.levels.get(top)
+            return Edit([*edit.changes, *self._drops(self._under(top) - flat.paths)], levels)
+
+        self._apply(replacing)
+
+    def _under(self, path: str) -> set[str]:
+        """Return the full paths of the leaves below a full path."""
+        start = path + "." if path else ""
+        return {start + rest for rest in below(self._handle.paths, path)}
+
+    def _no_levels(self, path: str) -> dict[str, Level | None]:
+        """Return the removal of a level and of those below it."""
+        start = path + "." if path else ""
+        levels = self._handle.info.levels
+        return {level: None for level in levels if level == path or level.startswith(start)}
+
+    def _drops(self, paths: set[str]) -> list[Drop]:
+        if paths:
+            self._check_may_rekey()
+        return [Drop(path) for path in sorted(paths)]
+
+    def _check_may_rekey(self) -> None:
+        """Refuse a change of keys where it is not this object's to make."""
+        if self.is_locked:
+            raise RuntimeError(_LOCK_ERROR)
+
+    def _create_nested_tuple(self, key: tuple[str, ...]) -> None:
+        self._set_tuple(key, self.empty(), inplace=False, validated=True)
 
     def _set_at_str(self, key: str, value: Any, idx: Any, **kwargs: Any) -> TensorDictBase:
         return self._set_at_tuple((key,), value, idx, **kwargs)
@@ -183,14 +228,46 @@ class StoredWrites(StoredReads):
 
     def _del(self, key: tuple[str, ...]) -> None:
         path = self._full(key)
-        known = self._handle.known()
-        found = [path] if path in known else []
-        found += [f"{path}.{rest}" for rest in below(known, path)]
-        levels: dict[str, Level | None] = {
-            level: None
-            for level in self._handle.info.levels
-            if level == path or level.startswith(path + ".")
-        }
-        if not found and not levels:
+        if path not in self._handle.known() and not self._has_level(path):
             raise self._missing(key if len(key) > 1 else key[0])
-        self._apply(_making(Edit([Drop(old) for old in found], levels)))
+        rest = self._skeleton(True)
+        del rest[key]
+        self._keep(rest)
+
+    def _keep(self, rest: TensorDict) -> None:
+        """Remove the entries and levels that a skeleton lacks; a level that is left stays."""
+        self._check_may_rekey()
+        flat = flatten(rest, ()).under(self._prefix)
+        info = self._handle.info
+        held = {parent for path in (*flat.paths, *flat.levels) for parent in parents(path)}
+        levels: dict[str, Level | None] = {
+            path: None
+            for path in self._no_levels(self._prefix)
+            if path != self._prefix and path not in held and path not in flat.levels
+        }
+        empty = set(flat.levels) | ({self._prefix} - held if self._prefix else set())
+        for path in empty - set(info.levels):
+            levels[path] = self._stored_level(Level(self._frame(path).batch))
+        drops = [Drop(old) for old in sorted(self._under(self._prefix) - flat.paths)]
+        self._apply(_making(Edit(drops, levels)))
+
+    def clear(self) -> Any:
+        """Delete all entries of this level, in one transaction; the level itself stays."""
+        self._keep(TensorDict())
+        return self
+
+    def _select(self, *keys: Any, inplace: bool = False, **options: Any) -> Any:
+        if not inplace:
+            return super()._select(*keys, inplace=False, **options)
+        self._keep(self._skeleton(True).select(*keys, strict=options.get("strict", True)))
+        return self
+
+    def _exclude(self, *keys: Any, inplace: bool = False, **options: Any) -> Any:
+        if not inplace:
+            return super()._exclude(*keys, inplace=False, **options)
+        self._keep(self._skeleton(True).exclude(*keys))
+        return self
+
+    def _rename_key(self, old_key: NestedKey, new_key: NestedKey) -> None:
+        with self._together():
+            super()._rename_key(old_key, new_key)

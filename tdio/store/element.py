@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from numbers import Number
 from typing import Any
@@ -10,14 +11,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from tdio._td import _register_tensor_class
+from tdio._td import NestedKey, _register_tensor_class
 from tdio.errors import EntryMismatch, InvalidIndex
 from tdio.layout.dtypes import as_bytes
 from tdio.layout.index import normalise, select
-from tdio.layout.paths import check_key, key_of
+from tdio.layout.paths import below, check_key, key_of, parents
 from tdio.layout.plan import Ranges, one_range, plan_rows
 from tdio.layout.spec import LeafSpec, ragged_offsets, shapes_array
 from tdio.layout.values import ValueSpec
+from tdio.store._local import no_server
 from tdio.store._stored import Stored
 from tdio.store.handle import Edit, Handle
 from tdio.store.reader import reading_elements
@@ -36,11 +38,13 @@ from tdio.wire.reading import Spec, StoreInfo
 from tdio.wire.requests import Body, Operation
 
 
+@no_server("an element view is made by store[i]; use TensorDict.{name}")
 class ElementView(Stored):
     """Element ``i`` of a ``LazyStackedTensorDictStore``: reads and writes go to the server."""
 
     def __init__(self, parent: Any, position: int) -> None:
         self._setup(parent._handle, (), parent._device)
+        self._owner = parent
         self._prefix = parent._prefix
         self._position = position
         self._batch_size = torch.Size(self._frame(self._prefix).batch)
@@ -79,8 +83,12 @@ class ElementView(Stored):
     def _writing_at(self, flat: Flat, index: Any) -> Operation[Edit]:
         return (yield from writing_part(self._handle, self._position, flat, index))
 
-    def _del(self, key: tuple[str, ...]) -> None:
+    def _check_may_rekey(self) -> None:
+        super()._check_may_rekey()
         raise RuntimeError("an entry cannot be deleted from one element; delete it from the store")
+
+    def _rename_key(self, old_key: NestedKey, new_key: NestedKey) -> None:
+        self._check_may_rekey()
 
     def _repr_parts(self) -> list[str]:
         info = self._handle.info
@@ -134,15 +142,24 @@ def writing_element(handle: Handle, position: int, flat: Flat) -> Operation[Edit
     for path, value in known.items():
         spec = specs[path]
         if not isinstance(spec, LeafSpec):
-            raise EntryMismatch(f"{where}: the entry {path!r} holds no tensor, the value is one")
+            raise EntryMismatch(
+                f"{where}: the entry {path!r} holds no tensor, the value is one; replace it in the "
+                f"whole store first: store[{path!r}] = ..."
+            )
         shape = element_shape(spec, info, position)
         if isinstance(value, Number):
             value = number_as(value, spec.dtype, shape)
         check_fit(path, value, spec.dtype, (*info.inner, *value.shape[inner:]), where)
         changes.append(_element_change(handle, spec, position, value, where))
+    held = yield from handle.load(flat.values.keys() & handle.paths)
     for path, value_dims in flat.values.items():
         at = np.array([position], np.int64)
         one = ([value_dims[0]], 1)
+        if isinstance(held.get(path), LeafSpec):
+            raise EntryMismatch(
+                f"{where}: the entry {path!r} holds tensors; values replace them in the whole "
+                f"store first: store.set_non_tensor({path!r}, ...)"
+            )
         if path in handle.paths:
             changes.append(value_patch(path, one, at, info.count, allow, where))
         else:
@@ -229,20 +246,31 @@ def _first_element(handle: Handle, path: str, value: Any, position: int, where: 
             f"{where}: a new entry {path!r} must be a tensor that starts with the batch size "
             f"of an element, {list(info.inner)}"
         )
+    if below(handle.paths, path) or handle.paths.intersection(parents(path)):
+        raise EntryMismatch(
+            f"{where}: {path!r} cannot be an entry of one element where the others have another "
+            f"tree; replace it in the whole store first: store[{path!r}] = ..."
+        )
     check_key(key_of(path))
     shape = (info.count, *value.shape)
     return upload_zeros(path, shape, value.dtype, (position * value.nbytes, as_bytes(value)))
 
 
 def _resized(handle: Handle, spec: LeafSpec, position: int, value: torch.Tensor) -> Patch:
-    info = handle.info
-    data = as_bytes(value).numpy().tobytes()
-    where = f"{handle.location}[{position}]"
+    return replaced(handle, spec, {position: value})
+
+
+def replaced(handle: Handle, spec: LeafSpec, values: Mapping[int, torch.Tensor]) -> Patch:
+    """Return the write of some elements of an entry, of any shapes, by their positions."""
+    info, where = handle.info, str(handle.location)
 
     def patch(now: Spec, blob: bytes) -> PutTensor:
         if not isinstance(now, LeafSpec):
             raise EntryMismatch(f"{where}: the entry {spec.path!r} holds no tensor any more")
-        check_fit(spec.path, value, now.dtype, tuple(value.shape), where)
+        for position, value in values.items():
+            at = f"{where}[{position}]"
+            shape = (*info.inner, *value.shape[len(info.inner) :])
+            check_fit(spec.path, value, now.dtype, shape, at)
         if now.shapes is None:
             blob = _stack_first(now, blob, info)
             shapes = np.array([element_shape(now, info, 0)] * info.count, np.int64)
@@ -251,12 +279,14 @@ def _resized(handle: Handle, spec: LeafSpec, position: int, value: torch.Tensor)
             shapes = now.shapes
         offsets = ragged_offsets(shapes, now.dtype.itemsize)
         rows = [tuple(n for n in row if n >= 0) for row in shapes.tolist()]
-        rows[position] = tuple(value.shape)
+        pieces = [memoryview(blob)[offsets[i] : offsets[i + 1]] for i in range(info.count)]
+        for position, value in values.items():
+            rows[position] = tuple(value.shape)
+            pieces[position] = as_bytes(value).numpy().data
         table = shapes_array(rows)
-        lo, hi = int(offsets[position]), int(offsets[position + 1])
         ends = ragged_offsets(table, now.dtype.itemsize)
         new = LeafSpec(spec.path, now.dtype, (info.count, *rows[0]), True, table, ends)
-        whole = blob[:lo] + data + blob[hi : int(offsets[-1])]
+        whole = b"".join(pieces)
         return PutTensor(new, lambda start, stop: Body(stop - start, lambda: [whole[start:stop]]))
 
     return Patch(spec.path, patch)

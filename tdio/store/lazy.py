@@ -23,8 +23,9 @@ from tdio.layout.spec import LeafSpec
 from tdio.store._local import for_stacks, no_server, plain_all
 from tdio.store._stored import Stored
 from tdio.store.connecting import locate
+from tdio.store.creating import create
 from tdio.store.element import ElementView, element_spec, writing_element
-from tdio.store.handle import Edit, Handle, create
+from tdio.store.handle import Edit, Handle
 from tdio.store.ragged import elements_of, flats_of, positions_of, writing_elements
 from tdio.store.reader import reading, reading_leaf
 from tdio.store.shape import Frame
@@ -319,7 +320,8 @@ class LazyStackedTensorDictStore(Stored):
         new = flat.paths - self._handle.known()
         if self.is_locked and (new or not inplace):
             raise RuntimeError(_LOCK_ERROR)
-        fresh, known = (only(flat, new), only(flat, flat.paths - new)) if inplace else (flat, Flat())
+        fresh = only(flat, new) if inplace else flat
+        known = only(flat, flat.paths - new) if inplace else Flat()
         with self._together():
             self._apply(lambda: self._putting(fresh, False))
             self._apply(lambda: self._putting(known, True))

@@ -24,7 +24,8 @@ from tdio.layout.paths import check_key
 from tdio.store._local import no_server
 from tdio.store._stored import Stored
 from tdio.store.connecting import locate
-from tdio.store.handle import Edit, Handle, create, delete_store
+from tdio.store.creating import create, delete_store
+from tdio.store.handle import Edit, Handle
 from tdio.store.reader import reading, reading_leaf
 from tdio.store.writer import (
     Flat,

@@ -6,12 +6,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from tdio._td import TensorDictBase
 from tdio.layout.levels import Level
-from tdio.store.writer import check_leaves, flatten
+from tdio.store.writer import Flat, check_leaves, flatten
 from tdio.wire.reading import StoreInfo
+
+
+class Column(list[Any]):
+    """One value or tensor for each element of a stack."""
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Return whether two leaves are the same objects."""
+    if isinstance(one, Column) and isinstance(other, Column):
+        return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
+    return one is other
 
 
 @dataclass
@@ -24,8 +33,8 @@ class Columns:
         nested: the levels that are not the default; -1 where elements differ in a dim.
     """
 
-    tensors: dict[str, list[torch.Tensor]]
-    values: dict[str, list[Any]]
+    tensors: dict[str, Column]
+    values: dict[str, Column]
     nested: dict[str, Level]
 
     def levels(self, info: StoreInfo, names: Sequence[str | None] | None) -> dict[str, Level]:
@@ -36,18 +45,20 @@ class Columns:
         return levels
 
 
-def columns_of(elements: Sequence[TensorDictBase]) -> Columns:
-    """Take the elements of a stack apart.
+def columns_of(elements: Sequence[TensorDictBase], root: Sequence[int] | None = None) -> Columns:
+    """Take the elements of a stack apart; ``root`` is the batch size that needs no level.
 
     Raises:
         EntryMismatch: an element has other keys than the first.
     """
-    first = flatten(elements[0])
+    first = flatten(elements[0], root)
     columns = Columns(
-        {path: [] for path in first.tensors}, {path: [] for path in first.values}, first.levels
+        {path: Column() for path in first.tensors},
+        {path: Column() for path in first.values},
+        first.levels,
     )
     for position, element in enumerate(elements):
-        flat = flatten(element)
+        flat = flatten(element, root)
         where = f"element {position} of the stack"
         check_leaves(set(columns.tensors), set(flat.tensors), where)
         check_leaves(set(columns.values), set(flat.values), where)
@@ -70,3 +81,11 @@ def _merged(a: dict[str, Level], b: dict[str, Level]) -> dict[str, Level]:
         names = one.names if one.names == two.names else ()
         out[path] = Level(size, names, one.kind if one.kind == two.kind else "")
     return out
+
+
+def only(flat: Flat, paths: set[str]) -> Flat:
+    """Return some of the entries, without levels."""
+    return Flat(
+        {path: value for path, value in flat.tensors.items() if path in paths},
+        {path: value for path, value in flat.values.items() if path in paths},
+    )
