@@ -84,6 +84,28 @@ class AsyncPipes(Pipes):
         await pipe.arecv()
 
 
+class Streams(AsyncPipes):
+    """A ``PipeStream``: each item has memory of its own."""
+
+    async def open(self, sends: bool, port: int) -> Any:
+        from tdio import PipeStream
+
+        pipe = await super().open(sends, port)
+        return pipe if sends else iter(PipeStream(pipe))
+
+    async def recv(self, items: Any, nbytes: int) -> None:
+        next(items)
+
+
+class Cloned(AsyncPipes):
+    """A receive and a clone that stays consolidated: a copy of the storage, and the views."""
+
+    async def recv(self, pipe: Any, nbytes: int) -> None:
+        from tdio.data.batches import _rebuilt
+
+        _rebuilt(await pipe.arecv(), torch.Tensor.clone)
+
+
 class Reference(AsyncPipes):
     """tensordict's pipe with its defaults."""
 
@@ -350,6 +372,8 @@ ROWS: dict[str, tuple[Any, Any, int, tuple[int, ...], bool]] = {
     "transport_{}_vs_ucxx": (Endpoints, Bare, 1, (KIB, MIB, 64 * MIB), False),
     "stream_{}_vs_socket": (Pipes, Sockets, 1, (KIB, MIB, 64 * MIB), False),
     "stream_{}_vs_mp_pipe": (Pipes, Connections, 1, (KIB, MIB, 64 * MIB), False),
+    "stream_vs_arecv": (Streams, Cloned, 1, (MIB,), False),
+    "stream_vs_arecv_{}": (Streams, Cloned, 1, (KIB, 64 * MIB), False),
     "two_pipes_{}_vs_reference": (AsyncPipes, Reference, 2, (KIB, MIB), True),
     "ten_pipes_{}_vs_reference": (AsyncPipes, Reference, 10, (KIB, MIB), True),
 }
