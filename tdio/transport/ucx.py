@@ -223,11 +223,11 @@ class Listener:
 
     def wait(self, ready: Callable[[], bool], timeout_s: float | None) -> None:
         """Block until ``ready()`` is true; see ``accept``."""
-        self._open().wait(ready, timeout_s, self.name)
+        self._open().wait(ready, _nothing, timeout_s, self.name)
 
     async def wait_async(self, ready: Callable[[], bool], timeout_s: float | None) -> None:
         """The same for a coroutine."""
-        await self._open().wait_async(ready, timeout_s, self.name)
+        await self._open().wait_async(ready, _nothing, timeout_s, self.name)
 
     def close(self) -> None:
         """Free the port and refuse the clients that wait; accepted connections go on."""
@@ -244,6 +244,10 @@ class Listener:
     def __del__(self) -> None:
         if getattr(self, "_worker", None) is not None:
             self.close()
+
+
+def _nothing() -> None:
+    """A listener cannot be lost."""
 
 
 def listen(host: str, port: int) -> Listener:

@@ -39,17 +39,29 @@ class _UcxxWorker:
     settle = step
 
     def wait(
-        self, ready: Callable[[], bool], timeout_s: float | None, what: str, nbytes: int
+        self,
+        ready: Callable[[], bool],
+        idle: Callable[[], None],
+        timeout_s: float | None,
+        what: str,
+        nbytes: int,
     ) -> None:
         began = time.monotonic()
         while not self._look(ready):
+            idle()
             time.sleep(self._pause(began, timeout_s, what))
 
     async def wait_async(
-        self, ready: Callable[[], bool], timeout_s: float | None, what: str, nbytes: int
+        self,
+        ready: Callable[[], bool],
+        idle: Callable[[], None],
+        timeout_s: float | None,
+        what: str,
+        nbytes: int,
     ) -> None:
         began = time.monotonic()
         while not self._look(ready):
+            idle()
             await asyncio.sleep(self._pause(began, timeout_s, what))
 
     def _look(self, ready: Callable[[], bool]) -> bool:

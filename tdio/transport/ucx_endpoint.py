@@ -274,21 +274,17 @@ class UcxEndpoint(Endpoint):
         transfer.start(request)
         return transfer
 
-    def _ready_or_lost(self, ready: Callable[[], bool]) -> Callable[[], bool]:
-        """``ready``, or an error once the connection is lost and all that came is taken in."""
+    def _unless_lost(self, ready: Callable[[], bool]) -> Callable[[], None]:
+        """Raise once the connection is lost and all that came is taken in."""
 
-        def check() -> bool:
-            if ready():
-                return True
+        def idle() -> None:
             error = self._lost()
-            if error is None:
-                return False
-            self._open().settle()
-            if ready():
-                return True
-            raise error
+            if error is not None:
+                self._open().settle()
+                if not ready():
+                    raise error
 
-        return check
+        return idle
 
     def _under_way(self) -> int:
         return sum(transfer.nbytes for transfer in self.pending)
@@ -301,8 +297,8 @@ class UcxEndpoint(Endpoint):
             PipeTimeout: not within ``timeout_s`` seconds; None waits for ever.
             PipeClosed: this end is closed.
         """
-        worker, check = self._open(), self._ready_or_lost(ready)
-        worker.wait(check, timeout_s, self.name, self._under_way())
+        worker, idle = self._open(), self._unless_lost(ready)
+        worker.wait(ready, idle, timeout_s, self.name, self._under_way())
 
     async def wait_async(self, ready: Callable[[], bool], timeout_s: float | None) -> None:
         """The same for a coroutine; may be cancelled, which leaves the transfers under way.
@@ -312,8 +308,8 @@ class UcxEndpoint(Endpoint):
             PipeTimeout: not within ``timeout_s`` seconds; None waits for ever.
             PipeClosed: this end is closed.
         """
-        worker, check = self._open(), self._ready_or_lost(ready)
-        await worker.wait_async(check, timeout_s, self.name, self._under_way())
+        worker, idle = self._open(), self._unless_lost(ready)
+        await worker.wait_async(ready, idle, timeout_s, self.name, self._under_way())
 
     def flush(self) -> Transfer:
         """Start to wait until everything that was sent has reached the peer's UCX."""

@@ -108,7 +108,11 @@ def parse_schema(text: bytes, where: str, *, escaped: bool = False) -> Schema:
 
 def check_device(text: Any) -> str:
     """Return a device text if it names a device that holds bytes. Raises ValueError."""
-    device = torch.device(text) if isinstance(text, str) and len(text) < 20 else None
+    try:
+        device = torch.device(text) if isinstance(text, str) and len(text) < 20 else None
+    except RuntimeError:
+        # That is how torch refuses a text, and the empty one.
+        device = None
     if device is None or device.type not in _DEVICES:
         raise ValueError(f"{str(text)[:40]!r} is no device")
     return str(text)
