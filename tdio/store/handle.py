@@ -12,29 +12,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
 
-from tdio.errors import AccessDenied, CorruptEntry, EntryMismatch, EntryNotFound, ServerTimeout
+from tdio.errors import AccessDenied, CorruptEntry, EntryNotFound, ServerTimeout
 from tdio.layout.levels import Level
-from tdio.layout.paths import below, parents
 from tdio.layout.plan import one_range
-from tdio.layout.spec import LeafSpec
 from tdio.transport.address import Address
 from tdio.transport.client import Client
 from tdio.transport.fake import MemoryServer
-from tdio.wire import reading, script, uploading
+from tdio.wire import reading, uploading
 from tdio.wire.changes import (
-    STREAM_BYTES,
     Change,
-    Drop,
-    PutTensor,
-    PutValue,
-    level_writes,
-    look_at,
-    new_tokens,
 )
 from tdio.wire.names import Names
-from tdio.wire.reading import Spec, StoreInfo, Tokens, token_items
+from tdio.wire.reading import Spec, StoreInfo, token_items
 from tdio.wire.requests import Arg, Commands, Fetch, Operation, RangeRead
 
 T = TypeVar("T")
@@ -42,8 +32,6 @@ T = TypeVar("T")
 ATTEMPTS = 100
 #: Without MULTI, a read that is torn so often is done in smaller parts.
 _TORN = 4
-#: Every server takes this much; the limit is asked for only above it.
-_ANY_SERVER_BYTES = 64 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -89,7 +77,7 @@ class Edit:
     levels: Mapping[str, Level | None] = field(default_factory=dict)
 
 
-class _Known:
+class Known:
     """What a handle knows of a store, all of it read under one schema token.
 
     A handle that learns that it is stale drops the whole of it for a new one, so that another
@@ -127,19 +115,19 @@ class Handle:
         self.cache = cache
         self.allow_pickle = allow_pickle
         self._may_transact = True
-        self._may_script = True
+        self.may_script = True
         self._tokens = token_items(location.names)
-        self._state = _Known(info)
+        self.state = Known(info)
 
     @property
     def info(self) -> StoreInfo:
         """Batch size, kind, device and levels."""
-        return self._state.info
+        return self.state.info
 
     @property
     def paths(self) -> set[str]:
         """The paths of all leaf entries, as last seen."""
-        return self._state.paths
+        return self.state.paths
 
     @classmethod
     def open(cls, location: Location, *, cache: bool = True, allow_pickle: bool = False) -> Handle:
@@ -150,7 +138,7 @@ class Handle:
             IncompleteStore: its writer has not finished.
         """
         client = Client(location.address)
-        info = client.read(lambda: reading.find(location.names, str(location)))
+        info, _ = client.read(lambda: reading.find(location.names, str(location)))
         return cls(location, info, cache=cache, allow_pickle=allow_pickle, client=client)
 
     @property
@@ -166,8 +154,12 @@ class Handle:
     # ---- metadata
 
     def reload(self) -> Operation[None]:
-        """Read the global keys and the registry again; forget the entries' metadata."""
-        self._state = _Known((yield from reading.find(self.names, str(self.location))))
+        """Read again what is known, in one round trip."""
+        known = sorted(self.state.specs)
+        info, specs = yield from reading.find(self.names, str(self.location), known)
+        state = Known(info)
+        state.specs.update(specs)
+        self.state = state
 
     def refresh(self) -> None:
         """Run ``reload``. One round trip."""
@@ -188,7 +180,7 @@ class Handle:
         wanted = list(paths)
         if not self.cache:
             yield from self.reload()
-        state = self._state
+        state = self.state
         missing = [path for path in wanted if path not in state.specs]
         if missing:
             unknown = set(missing) - state.paths
@@ -224,12 +216,12 @@ class Handle:
         """
         doubted, torn = False, 0
         for _ in range(ATTEMPTS):
-            state, known = self._state, self._state.tokens
+            state, known = self.state, self.state.tokens
             plan = yield from make()
-            if self.cache and self._state is not state:
+            if self.cache and self.state is not state:
                 continue  # another thread reloaded while this one planned
             if not self.cache:
-                state, known = self._state, self._state.tokens
+                state, known = self.state, self.state.tokens
             atomic = torn > 0 and self._may_transact
             if not plan.reads and not plan.values:
                 return plan.finish([])
@@ -255,7 +247,7 @@ class Handle:
                     yield from self._look_for(plan, error)
                     raise
                 yield from self.reload()
-                doubted = self._state.tokens.schema == known.schema
+                doubted = self.state.tokens.schema == known.schema
                 continue
             version, schema = replies[-2:]
             if schema != known.schema or (version != known.version and not known.version):
@@ -280,177 +272,11 @@ class Handle:
 
     # ---- writes
 
-    def commit(self, make: Callable[[], Operation[Edit]]) -> Operation[None]:
-        """Do what ``make`` says, in one transaction; again where another writer came between.
-
-        One round trip; one more where something must be looked at first.
-
-        Raises:
-            EntryTooLarge: above the server's string limit; nothing was sent.
-            EntryNotFound: an entry to be changed is gone.
-            ServerTimeout: other writers came between too often.
-        """
-        where = str(self.location)
-        for _ in range(ATTEMPTS):
-            state = self._state
-            edit = yield from make()
-            if self._state is not state:
-                if self.cache:
-                    continue
-                state = self._state
-            changes = [*edit.changes, *self._displaced(edit.changes)]
-            if not changes and not edit.levels:
-                return
-            if self._may_script and not edit.levels:
-                done = yield from self._at_once(state, changes)
-                if done is not None:
-                    if done:
-                        return
-                    continue
-            yield from self._check_sizes(changes)
-            request, counts = look_at(self.names, changes)
-            replies: list[Any] = [] * len(changes)
-            looked = any(counts)
-            if looked:
-                _, schema, *replies = yield request
-                if schema != state.tokens.schema:
-                    yield Commands([("UNWATCH",)])
-                    yield from self.reload()
-                    continue
-            if (yield from self._execute(state, edit, changes, counts, replies, looked)):
-                return
-        raise ServerTimeout(f"{where}: other writers came between {ATTEMPTS} times")
-
-    def _at_once(self, state: _Known, changes: Sequence[Change]) -> Operation[bool | None]:
-        """Do a small write in one round trip; return whether it went through, None if it may not.
-
-        Raises:
-            EntryNotFound: an entry is shorter than its metadata says.
-        """
-        tokens = new_tokens(state.tokens, schema=False)
-        arguments = script.arguments(self.names, state.tokens, tokens.version, changes)
-        if arguments is None:
-            return None
-        (reply,) = yield Commands([("EVALSHA", script.SHA, *arguments)], tolerant=True)
-        if isinstance(reply, Exception) and str(reply).startswith("NOSCRIPT"):
-            (reply,) = yield Commands([("EVAL", script.SOURCE, *arguments)], tolerant=True)
-        if isinstance(reply, Exception):
-            # No right to, or no scripts here: the transaction says what is wrong, if anything is.
-            self._may_script = False
-            return None
-        if isinstance(reply, list):
-            number, held = reply
-            changes[number - 1].write(self.names, state.info, [held], str(self.location))
-        if reply != 0:
-            yield from self.reload()
-            return False
-        self._learn(state, {}, {}, tokens)
-        return True
-
-    def _execute(
-        self,
-        state: _Known,
-        edit: Edit,
-        changes: Sequence[Change],
-        counts: Sequence[int],
-        replies: list[Any],
-        looked: bool,
-    ) -> Operation[bool]:
-        """Send the transaction; return whether it went through."""
-        where = str(self.location)
-        items: list[tuple[Arg, ...]] = [
-            ("GETRANGE", self.names.schema, 0, 2 * reading.TOKEN_BYTES - 1)
-        ]
-        specs: dict[str, Spec | None] = {}
-        at = 0
-        for change, count in zip(changes, counts, strict=True):
-            written, spec = change.write(self.names, state.info, replies[at : at + count], where)
-            at += count
-            items += written
-            specs[change.path] = spec
-        items += level_writes(self.names, edit.levels)
-        moved = bool(edit.levels) or any(
-            not _same(spec, state.specs.get(path)) for path, spec in specs.items()
-        )
-        known, tokens = state.tokens, new_tokens(state.tokens, schema=moved)
-        items.append(("SET", self.names.version, tokens.version))
-        if tokens.schema != known.schema:
-            items.append(("SET", self.names.schema, tokens.schema))
-        for change in changes:
-            if isinstance(change, PutTensor) and change.nbytes > STREAM_BYTES:
-                yield from uploading.put_data(self.names, change)
-        done = yield Commands(items, atomic=True)
-        if done is None:
-            return False
-        self._learn(state, specs, edit.levels, tokens)
-        if not looked and done[0] != known.schema:
-            # Another handle changed keys or shapes before this write: see what is there now.
-            yield from self._reconcile(changes)
-        return True
-
-    def _reconcile(self, changes: Sequence[Change]) -> Operation[None]:
-        """Take away what the write displaced, as far as this handle did not know of it."""
-        yield from self.reload()
-        items: list[tuple[Arg, ...]] = []
-        for change in self._displaced(changes):
-            items += change.write(self.names, self.info, (), "")[0]
-        tokens = new_tokens(Tokens(), schema=True)
-        items += [("SET", self.names.version, tokens.version)]
-        items += [("SET", self.names.schema, tokens.schema)]
-        yield Commands(items, atomic=True)
-        yield from self.reload()
-
-    def _displaced(self, changes: Sequence[Change]) -> list[Drop]:
-        """Return the removal of entries that cannot be there beside the written ones."""
-        gone: set[str] = set()
-        for change in changes:
-            if isinstance(change, Drop):
-                continue
-            gone |= self.paths.intersection(parents(change.path))
-            if change.path not in self.paths:
-                gone.update(f"{change.path}.{rest}" for rest in below(self.paths, change.path))
-        return [Drop(path) for path in sorted(gone - {change.path for change in changes})]
-
-    def _check_sizes(self, changes: Sequence[Change]) -> Operation[None]:
-        puts = [c for c in changes if isinstance(c, (PutTensor, PutValue))]
-        if max((put.nbytes for put in puts), default=0) > _ANY_SERVER_BYTES:
-            limit = yield from uploading.string_limit()
-            uploading.check_sizes(puts, limit, str(self.location))
-
-    def _learn(
-        self,
-        state: _Known,
-        specs: Mapping[str, Spec | None],
-        levels: Mapping[str, Level | None],
-        tokens: Tokens,
-    ) -> None:
-        fresh = _Known(state.info)
-        fresh.tokens = tokens
-        fresh.paths = {*state.paths, *(path for path, spec in specs.items() if spec is not None)}
-        fresh.paths -= {path for path, spec in specs.items() if spec is None}
-        fresh.specs = {**state.specs, **{p: s for p, s in specs.items() if s is not None}}
-        if levels:
-            kept = {**state.info.levels, **levels}
-            fresh.info = replace(
-                state.info, levels={k: level for k, level in kept.items() if level is not None}
-            )
-        if self._state is state:
-            # Where another thread has read it anew meanwhile, its next read finds it stale.
-            self._state = fresh
-
-    def write(self, make: Callable[[], Operation[Edit]]) -> None:
-        """Run ``commit``."""
-        self.client.write(self.commit(make))
-
-    def put(self, edit: Edit) -> None:
-        """Run ``commit`` for an edit that depends on nothing."""
-        self.write(lambda: _just(edit))
-
     def clear(self) -> None:
         """Delete the whole store."""
         where = str(self.location)
         self.client.write(uploading.delete_store(self.names, where, missing_ok=True))
-        self._state = _Known(replace(self.info, paths=frozenset()))
+        self.state = Known(replace(self.info, paths=frozenset()))
 
     def close(self) -> None:
         """Close the connections; the data stays on the server."""
@@ -464,84 +290,3 @@ class Handle:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.client = Client(self.location.address)
-
-
-def _just(edit: Edit) -> Operation[Edit]:
-    """An operation without a round trip."""
-    return edit
-    yield  # makes this a generator
-
-
-def _same(a: Spec | None, b: Spec | None) -> bool:
-    """Return whether two specs state the same metadata."""
-    if a is b:
-        return True
-    if not isinstance(a, LeafSpec) or not isinstance(b, LeafSpec) or a.ragged or b.ragged:
-        if isinstance(a, LeafSpec) and isinstance(b, LeafSpec) and a.ragged and b.ragged:
-            assert a.shapes is not None
-            return a.dtype == b.dtype and np.array_equal(a.shapes, b.shapes)  # type: ignore[arg-type]
-        return type(a) is type(b) and not isinstance(a, LeafSpec) and a == b
-    return a == b
-
-
-def create(
-    location: Location, info: StoreInfo, puts: Sequence[uploading.Put] = (), **options: Any
-) -> Handle:
-    """Create a store with its entries; they become visible last.
-
-    Raises:
-        StoreExists: the id is taken.
-        EntryTooLarge: an entry is above the server's string limit; nothing was sent.
-        EntryMismatch: a batch size with a negative number.
-    """
-    where, names = str(location), location.names
-    if any(type(n) is not int or n < 0 for n in info.batch):
-        raise EntryMismatch(f"{list(info.batch)} is not a batch size: sizes are whole numbers >= 0")
-    handle = Handle(location, info, **options)
-    run = handle.client.write
-    run(handle._check_sizes(puts))
-    run(uploading.claim(names, where))
-    tokens = new_tokens(Tokens(), schema=True)
-    try:
-        run(uploading.announce(names, puts))
-        for put in puts:
-            run(uploading.put_data(names, put))
-        run(uploading.publish(names, puts, info, tokens))
-    except BaseException:
-        _undo(location)
-        raise
-    handle._learn(handle._state, {put.path: put.spec for put in puts}, {}, tokens)
-    return handle
-
-
-def _undo(location: Location) -> None:
-    """Remove what a failed upload left, as far as the server can still be reached."""
-    client = Client(location.address)
-    try:
-        client.write(uploading.delete_store(location.names, str(location), missing_ok=True))
-    except ConnectionError:
-        pass  # The store stays marked as incomplete, and is refused as such.
-    finally:
-        client.close()
-
-
-def delete_store(location: Location) -> None:
-    """Delete a store, complete or not."""
-    client = Client(location.address)
-    try:
-        client.write(uploading.delete_store(location.names, str(location), missing_ok=False))
-    finally:
-        client.close()
-
-
-def device_of(info: StoreInfo, override: Any, where: object = "the store") -> torch.device | None:
-    """Return the device that reads return: the caller's, else the one that was stored."""
-    if override is not None:
-        return torch.device(override)
-    try:
-        return torch.device(info.device) if info.device else None
-    except RuntimeError as error:
-        raise CorruptEntry(
-            f"{where}: {info.device[:80]!r} is stored as the device of its tensors, which torch "
-            "does not know; pass device="
-        ) from error

@@ -5,9 +5,7 @@ Functions that return an ``Operation`` do no I/O; ``read`` and ``read_elements``
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -15,16 +13,16 @@ import numpy as np
 import torch
 
 from tdio._td import LazyStackedTensorDict, TensorDict, build, consolidated, value_entry
-from tdio.errors import CorruptEntry, UnsupportedValue
 from tdio.layout.buffers import Slot, allocate, pack, views
 from tdio.layout.index import Rows, normalise, select
-from tdio.layout.plan import Ranges, Selection, in_pieces, plan_elements, plan_rows
+from tdio.layout.plan import Ranges, plan_elements
 from tdio.layout.spec import Int64Array, LeafSpec
 from tdio.layout.values import decode_value
 from tdio.store.handle import Contended, Handle, Plan
+from tdio.store.placing import check_held, feature, on_device, plan_leaves, reads_into
 from tdio.store.shape import Frame, levels_at
 from tdio.wire.reading import Spec
-from tdio.wire.requests import Commands, Operation, RangeRead
+from tdio.wire.requests import Operation
 
 #: Result of a read: a TensorDict, or a lazy stack where entries are ragged.
 Batch = TensorDict | LazyStackedTensorDict
@@ -118,15 +116,15 @@ def _planning_leaf(
     batch = frame.batch
     shape = (*rows.shape, *batch[rows.depth :], *spec.shape[len(batch) :])
     slots, nbytes = pack([(spec.dtype, shape)])
-    yield from _check_held(handle, [spec], nbytes)
+    yield from check_held(handle, [spec], nbytes)
     storage = allocate(nbytes)
     plans = plan_leaves([spec], rows, batch, handle.info.stack)
-    reads, place = _into(handle, [spec], plans, slots, storage)
+    reads, place = reads_into(handle, [spec], plans, slots, storage)
 
     def finish(blobs: list[bytes | None]) -> torch.Tensor:
         place()
         (leaf,) = views(storage, slots)
-        return _on(leaf, device, handle)
+        return on_device(leaf, device, handle)
 
     return Plan(reads, (), finish)
 
@@ -153,14 +151,14 @@ def _planning(
     frame = Frame.of(info, prefix)
     batch = (*rows.shape, *frame.batch[rows.depth :])
     slots, nbytes = pack([(s.dtype, (*batch, *s.shape[len(frame.batch) :])) for s in tensors])
-    yield from _check_held(handle, tensors, nbytes)
+    yield from check_held(handle, tensors, nbytes)
     storage = allocate(nbytes)
     plans = plan_leaves(tensors, rows, frame.batch, info.stack)
-    reads, place = _into(handle, tensors, plans, slots, storage)
+    reads, place = reads_into(handle, tensors, plans, slots, storage)
 
     def finish(blobs: list[bytes | None]) -> Batch:
         place()
-        target = _on(storage, device, handle)
+        target = on_device(storage, device, handle)
         cut = len(prefix) + 1 if prefix else 0
         placed = {spec.path[cut:]: slot for spec, slot in zip(tensors, slots, strict=True)}
         flat = {
@@ -171,42 +169,6 @@ def _planning(
         return consolidated(target, placed, batch, device, values=flat, levels=levels)
 
     return Plan(reads, [spec.path for spec in values], finish)
-
-
-def _check_held(handle: Handle, specs: Sequence[LeafSpec], nbytes: int) -> Operation[None]:
-    """Before memory is taken for a large read, see that the server holds so much.
-
-    Raises:
-        CorruptEntry: an entry is shorter than its metadata says.
-    """
-    if nbytes <= _UNASKED_BYTES:
-        return
-    held = yield Commands([("STRLEN", handle.names.data(spec.path)) for spec in specs])
-    for spec, size in zip(specs, held, strict=True):
-        if not isinstance(size, int) or size < spec.nbytes:
-            raise CorruptEntry(
-                f"{handle.location}: the entry {spec.path!r} holds {size} bytes where its metadata "
-                f"says {spec.nbytes}: it was deleted, cut short, or is being replaced"
-            )
-
-
-#: A read above this asks first whether the bytes are there: another round trip is then nothing.
-_UNASKED_BYTES = 16 * 1024 * 1024
-
-
-def _on(storage: torch.Tensor, device: torch.device | None, handle: Handle) -> torch.Tensor:
-    """Return a storage on the device of the read.
-
-    Raises:
-        UnsupportedValue: this machine has no such device.
-    """
-    try:
-        return storage if device is None else storage.to(device)
-    except (RuntimeError, AssertionError) as error:
-        raise UnsupportedValue(
-            f"{handle.location}: its tensors are to go to {device}, where they cannot ({error}); "
-            "pass device="
-        ) from error
 
 
 def _value_at(
@@ -300,13 +262,13 @@ def _planning_elements(
         shape = (*rows.shape, *info.batch[rows.depth :], *feature(spec, info.batch))
         leaves.append((spec.dtype, shape))
     slots, nbytes = pack(leaves)
-    yield from _check_held(handle, tensors, nbytes)
+    yield from check_held(handle, tensors, nbytes)
     storage = allocate(nbytes)
-    reads, place = _into(handle, tensors, plans, slots, storage)
+    reads, place = reads_into(handle, tensors, plans, slots, storage)
 
     def finish(blobs: list[bytes | None]) -> list[TensorDict]:
         place()
-        target = _on(storage, device, handle)
+        target = on_device(storage, device, handle)
         columns: list[Sequence[Any]] = [
             _split(spec, slot, target, positions, info.stack or 0)
             for spec, slot in zip(tensors, slots, strict=True)
@@ -395,97 +357,6 @@ def _stack_item(items: tuple[Any, ...], stack: int) -> tuple[int | None, Any]:
             return at, item
         dim += taken
     return None, None
-
-
-# ---- from rows to ranges
-
-
-def feature(spec: LeafSpec, batch: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of a homogeneous entry below the batch dims."""
-    return spec.shape[len(batch) :]
-
-
-def plan_leaves(
-    specs: Sequence[LeafSpec],
-    rows: Rows,
-    batch: tuple[int, ...],
-    stack: int | None,
-    *,
-    gather: bool = True,
-) -> list[Ranges]:
-    """Plan the same rows of several homogeneous leaves."""
-    plans: list[Ranges] = []
-    plain = Selection(rows.positions)
-    swapped: Selection | None = None
-    inner = math.prod(batch[rows.depth :])
-    for spec in specs:
-        row = math.prod(feature(spec, batch)) * spec.dtype.itemsize
-        if stack and spec.stack_first:
-            if swapped is None:
-                swapped = Selection(_to_stack_first(rows, batch, stack))
-            plans.append(plan_rows(swapped, row, gather=gather))
-        else:
-            plans.append(plan_rows(plain, inner * row, gather=gather))
-    return plans
-
-
-def _to_stack_first(rows: Rows, batch: tuple[int, ...], stack: int) -> Int64Array:
-    """Turn rows of the batch layout into positions of an entry whose stack dim comes first."""
-    inner = math.prod(batch[rows.depth :])
-    flat = (rows.positions[:, None] * inner + np.arange(inner)).reshape(-1)
-    coords = list(np.unravel_index(flat, batch)) if flat.size else [flat for _ in batch]
-    first = [coords.pop(stack), *coords]
-    shape = (batch[stack], *batch[:stack], *batch[stack + 1 :])
-    if not flat.size:
-        return flat
-    return np.ravel_multi_index(tuple(first), shape).astype(np.int64)
-
-
-@dataclass(frozen=True)
-class _Gather:
-    """Rows that were read in ascending order, to be put in their places."""
-
-    scratch: Any
-    plan: Ranges
-    into: Any
-
-    def place(self) -> None:
-        assert self.plan.rows is not None
-        size = self.plan.row_bytes
-        table, target = self.scratch.reshape(-1, size), self.into.reshape(-1, size)
-        if size % 8 == 0 and self.into.ctypes.data % 8 == 0:
-            # Whole words: a gather of bytes costs three times as much.
-            table, target = table.view(np.int64), target.view(np.int64)
-        np.take(table, self.plan.rows, axis=0, out=target, mode="clip")
-
-
-def _into(
-    handle: Handle,
-    specs: Sequence[LeafSpec],
-    plans: Sequence[Ranges],
-    slots: Sequence[Slot],
-    storage: torch.Tensor,
-) -> tuple[list[RangeRead], Callable[[], None]]:
-    """Return the reads that bring the planned ranges, and what puts gathered rows in place."""
-    target = storage.numpy()
-    reads: list[RangeRead] = []
-    names, location = handle.names, handle.location
-    gathers: list[_Gather] = []
-    for spec, plan, slot in zip(specs, plans, slots, strict=True):
-        if not slot.nbytes:
-            continue
-        into = target[slot.start : slot.start + slot.nbytes]
-        if plan.rows is not None:
-            gathers.append(_Gather(np.empty(plan.moved_bytes, np.uint8), plan, into))
-            into = gathers[-1].scratch
-        what = (spec.path, location)
-        reads.append(RangeRead(names.data(spec.path), in_pieces(plan), into, what))
-
-    def place() -> None:
-        for gather in gathers:
-            gather.place()
-
-    return reads, place
 
 
 def _split(

@@ -14,7 +14,7 @@ from tdio.layout.buffers import allocate, pack
 from tdio.layout.plan import Ranges, Selection, plan_rows
 from tdio.layout.spec import Int64Array, LeafSpec
 from tdio.store.handle import Handle, Plan
-from tdio.store.reader import _into
+from tdio.store.placing import reads_into
 from tdio.wire.reading import Spec
 from tdio.wire.requests import Operation
 
@@ -112,7 +112,7 @@ def read_windows(
             leaves.append((spec.dtype, (count, length, *step)))
         slots, nbytes = pack(leaves)
         storage = allocate(nbytes)
-        reads, place = _into(handle, list(specs.values()), plans, slots, storage)
+        reads, place = reads_into(handle, list(specs.values()), plans, slots, storage)
 
         def finish(blobs: list[bytes | None]) -> TensorDict:
             place()

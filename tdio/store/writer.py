@@ -24,8 +24,8 @@ from tdio.layout.index import Rows
 from tdio.layout.levels import Level
 from tdio.layout.paths import check_key
 from tdio.layout.spec import Int64Array, LeafSpec, ragged_offsets, shapes_array
-from tdio.layout.values import ValueSpec, decode_value, encode_value
-from tdio.store.reader import feature, plan_leaves
+from tdio.layout.values import PICKLE, ValueSpec, decode_value, encode_value
+from tdio.store.placing import feature, plan_leaves
 from tdio.store.shape import Frame
 from tdio.wire.changes import Patch, PutRows, PutTensor, PutValue
 from tdio.wire.reading import Spec
@@ -378,6 +378,8 @@ def value_patch(
         if not isinstance(now, ValueSpec):
             raise EntryMismatch(f"{where}: the entry {path!r} holds a tensor now, not a value")
         held, held_dims = decode_value(now, blob, allow_pickle=allow_pickle, where=where)
+        if not held_dims and now.encoding != PICKLE and {repr(held)} == {repr(o) for o in each}:
+            return put_value(path, (held, 0), allow_pickle=allow_pickle, where=where)
         whole = list(held) if held_dims else [held] * count
         for position, one in zip(positions.tolist(), each, strict=True):
             whole[position] = one

@@ -13,7 +13,7 @@ from tdio.transport.address import Address
 from tdio.transport.client import BACKOFF_S
 from tdio.transport.link import named
 from tdio.transport.protocol import Protocol, Steps
-from tdio.wire.requests import Operation, Request
+from tdio.wire.requests import Operation, Pause, Request
 
 T = TypeVar("T")
 _MAX_IDLE = 4
@@ -39,6 +39,9 @@ class AsyncLink:
 
     async def exchange(self, request: Request) -> Any:
         """Do one round trip. Raises as ``Link.exchange``; cancelled, the link is broken."""
+        if isinstance(request, Pause):
+            await asyncio.sleep(request.seconds)
+            return None
         reader, writer = self._connection._reader, self._connection._writer
         steps = self._protocol.exchange(request)
         self.broken = True

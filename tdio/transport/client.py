@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from tdio.errors import ServerUnavailable, TdioError
 from tdio.transport.link import Link
-from tdio.wire.requests import Operation
+from tdio.wire.requests import Operation, Pause
 
 T = TypeVar("T")
 #: Waits between the attempts of a read whose connection broke, in seconds.
@@ -65,7 +65,7 @@ class Client:
         try:
             request = next(operation)
             while True:
-                self.round_trips += 1
+                self.round_trips += not isinstance(request, Pause)
                 try:
                     replies = link.exchange(request)
                 except TdioError as error:

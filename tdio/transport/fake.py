@@ -16,7 +16,7 @@ import hiredis
 
 from tdio.errors import ServerUnavailable
 from tdio.transport.protocol import Protocol, drive
-from tdio.wire.requests import Request
+from tdio.wire.requests import Pause, Request
 
 _SERVERS: weakref.WeakValueDictionary[int, MemoryServer] = weakref.WeakValueDictionary()
 _NUMBERS = itertools.count()
@@ -173,6 +173,8 @@ class _MemoryLink:
         return self._generation != self._server._generation
 
     def exchange(self, request: Request) -> Any:
+        if isinstance(request, Pause):
+            return None
         if self._server.fail_next:
             self._server.fail_next -= 1
             self.broken = True
@@ -222,7 +224,10 @@ def _get(server: MemoryServer, key: bytes) -> bytes:
     return _bulk(_string(server, key) if key in server.data else None)
 
 
-def _set(server: MemoryServer, key: bytes, value: bytes) -> bytes:
+def _set(server: MemoryServer, key: bytes, value: bytes, *options: bytes) -> bytes:
+    # PX is taken and does nothing: no key of this server ends by itself.
+    if b"NX" in options and key in server.data:
+        return b"$-1\r\n"
     server.data[key] = value
     server.touch(key)
     return b"+OK\r\n"

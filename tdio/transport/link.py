@@ -10,7 +10,7 @@ from typing import Any
 from tdio.errors import ServerTimeout, ServerUnavailable, TdioError
 from tdio.transport.address import Address
 from tdio.transport.protocol import Protocol, drive
-from tdio.wire.requests import Request
+from tdio.wire.requests import Pause, Request
 
 
 class Link:
@@ -55,6 +55,9 @@ class Link:
             ServerUnavailable: the connection broke.
             ServerError: the server answered a command with an error.
         """
+        if isinstance(request, Pause):
+            time.sleep(request.seconds)
+            return None
         self.broken = True
         began = time.monotonic()
         try:

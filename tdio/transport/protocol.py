@@ -16,7 +16,7 @@ import numpy as np
 
 from tdio.errors import CorruptEntry, EntryNotFound, ServerError
 from tdio.wire.ranges import SCRATCH_BYTES, RangeReceiver, UnexpectedFrameError, encode_reads
-from tdio.wire.requests import Body, Commands, Fetch, Request, encode_command, error_of
+from tdio.wire.requests import Body, Commands, Fetch, encode_command, error_of
 
 #: Replies under way at once: above this the server copies what it cannot send (256 rows of 21 KB:
 #: 9.5 ms a batch with 16 MiB, 7.5 ms with 512 KiB).
@@ -42,7 +42,7 @@ class Protocol:
         self._scratch = np.empty(SCRATCH_BYTES, np.uint8)
         self.in_step = True
 
-    def exchange(self, request: Request) -> Steps:
+    def exchange(self, request: Commands | Fetch) -> Steps:
         """Do one round trip; returns the replies.
 
         Raises:

@@ -271,10 +271,10 @@ class Patch(Change):
 def look_at(names: Names, changes: Sequence[Change]) -> tuple[Commands, list[int]]:
     """Return the round trip that watches and looks, and how many replies each change gets.
 
-    Its first reply is that of WATCH, its second the schema token.
+    Its first reply is that of WATCH, then come the schema token and whose turn it is.
     """
     keys = [names.schema]
-    items: Items = [("GETRANGE", names.schema, 0, 2 * TOKEN_BYTES - 1)]
+    items: Items = [("GETRANGE", names.schema, 0, 2 * TOKEN_BYTES - 1), ("GET", names.turn)]
     counts = []
     for change in changes:
         if change.watches:

@@ -66,6 +66,11 @@ class Names:
         return self.key("__tdio_values__")
 
     @property
+    def turn(self) -> str:
+        """Tdio's mark of a writer that lost too often: the others wait until it is done."""
+        return self.key("__tdio_turn__")
+
+    @property
     def planned(self) -> str:
         """Tdio's set of the paths that an upload under way will register."""
         return self.key("__tdio_planned__")
@@ -87,4 +92,5 @@ GLOBAL_SUFFIXES = (
     "__tdio_schema__",
     "__tdio_levels__",
     "__tdio_values__",
+    "__tdio_turn__",
 )

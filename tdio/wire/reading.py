@@ -104,8 +104,13 @@ def _text(raw: object) -> str:
     return raw.decode("utf-8", "replace")
 
 
-def find(names: Names, where: str) -> Operation[StoreInfo]:
+def find(
+    names: Names, where: str, paths: Sequence[str] = ()
+) -> Operation[tuple[StoreInfo, dict[str, Spec]]]:
     """Find out what lies under ``names``, in one round trip.
+
+    Returns also the specs of those of ``paths`` that are still there; none of them where the
+    schema changed meanwhile.
 
     Raises:
         StoreNotFound: nothing.
@@ -125,13 +130,22 @@ def find(names: Names, where: str) -> Operation[StoreInfo]:
     items += [("GET", names.key(suffix)) for suffix in suffixes]
     items += [("HGETALL", names.commit), ("HGETALL", names.levels)]
     items += [("SMEMBERS", names.registry), ("SMEMBERS", names.values)]
-    replies = yield Commands(items)
+    count = len(items)
+    metas = _meta_items(names, paths) if paths else []
+    replies = yield Commands([*items, *metas])
     try:
-        return _info_of(names, where, replies)
+        info = _info_of(names, where, replies[:count])
     except (ValueError, TypeError, RecursionError) as error:
         if isinstance(error, TdioError):
             raise
         raise CorruptEntry(f"{where}: its global keys are damaged: {error}") from error
+    if not metas or replies[-1] != info.tokens.schema:
+        return info, {}
+    return info, {
+        path: spec
+        for path, spec in _specs_of(info, paths, replies[count:], where).items()
+        if spec is not None and path in info.paths
+    }
 
 
 def _info_of(names: Names, where: str, replies: list[Any]) -> StoreInfo:
@@ -217,24 +231,36 @@ def load_specs(
         CorruptEntry: metadata that makes no sense.
         ServerTimeout: other writers came between too often.
     """
-    token = token_items(names)[1]
-    items: list[tuple[Arg, ...]] = [("HGETALL", names.meta(path)) for path in paths]
-    if info.stack is not None:
-        items += [("GET", names.offsets(path)) for path in paths]
+    items = _meta_items(names, paths)
     for _ in range(_ATTEMPTS):
-        before, *replies, after = yield Commands([token, *items, token])
-        if before == after:
+        before, *replies = yield Commands([items[-1], *items])
+        if before == replies[-1]:
             break
     else:
         raise ServerTimeout(f"{where}: its shapes changed at each of {_ATTEMPTS} attempts to read")
-    metas, tables = replies[: len(paths)], replies[len(paths) :] or [None] * len(paths)
     specs: dict[str, Spec] = {}
-    for path, meta, table in zip(paths, metas, tables, strict=True):
-        spec = load_entry(info, path, meta, table, where)
+    for path, spec in _specs_of(info, paths, replies, where).items():
         if spec is None:
             raise EntryNotFound(f"{where}: the entry {path!r} is gone from the server")
         specs[path] = spec
     return specs
+
+
+def _meta_items(names: Names, paths: Sequence[str]) -> list[tuple[Arg, ...]]:
+    """Return the commands that read metadata and offset tables, and at last the schema token."""
+    items: list[tuple[Arg, ...]] = [("HGETALL", names.meta(path)) for path in paths]
+    items += [("GET", names.offsets(path)) for path in paths]
+    return [*items, token_items(names)[1]]
+
+
+def _specs_of(
+    info: StoreInfo, paths: Sequence[str], replies: Sequence[Any], where: str
+) -> dict[str, Spec | None]:
+    metas, tables = replies[: len(paths)], replies[len(paths) : 2 * len(paths)]
+    return {
+        path: load_entry(info, path, meta, table, where)
+        for path, meta, table in zip(paths, metas, tables, strict=True)
+    }
 
 
 def spec_of(

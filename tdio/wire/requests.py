@@ -84,7 +84,15 @@ class Fetch:
 #: An argument up to this size is copied, so that it goes out with what is around it.
 _SMALL_BYTES = 8 * 1024
 
-Request = Commands | Fetch
+
+@dataclass(slots=True)
+class Pause:
+    """Wait before the next round trip. Its reply is None."""
+
+    seconds: float
+
+
+Request = Commands | Fetch | Pause
 T = TypeVar("T")
 #: Yields the requests of one round trip each, is sent the replies, returns its result.
 Operation = Generator[Request, Any, T]

@@ -15,21 +15,25 @@ from tdio.wire.names import Names
 from tdio.wire.reading import Tokens
 from tdio.wire.requests import Arg
 
-#: KEYS: schema, version, one data string for each entry. ARGV: the schema that is known, the new
-#: version, the number of entries, the length of each, then entry, offset and bytes of each range.
+#: KEYS: schema, version, turn, one data string for each entry. ARGV: the schema that is known, the
+#: new version, the number of entries, the length of each, then entry, offset and bytes of each
+#: range.
 SOURCE = b"""
 if redis.call('GETRANGE', KEYS[1], 0, 15) ~= ARGV[1] then return -1 end
+if redis.call('EXISTS', KEYS[3]) == 1 then return -2 end
 local entries = tonumber(ARGV[3])
 for i = 1, entries do
-  local held = redis.call('STRLEN', KEYS[2 + i])
+  local held = redis.call('STRLEN', KEYS[3 + i])
   if held < tonumber(ARGV[3 + i]) then return {i, held} end
 end
 for i = 4 + entries, #ARGV, 3 do
-  redis.call('SETRANGE', KEYS[2 + ARGV[i]], ARGV[i + 1], ARGV[i + 2])
+  redis.call('SETRANGE', KEYS[3 + ARGV[i]], ARGV[i + 1], ARGV[i + 2])
 end
 redis.call('SET', KEYS[2], ARGV[2])
 return 0
 """
+#: What the script returns where the schema is another, and where it is another writer's turn.
+MOVED, WAIT = -1, -2
 SHA = hashlib.sha1(SOURCE).hexdigest()
 _MAX_BYTES = 64 * 1024
 _MAX_RANGES = 256
@@ -49,7 +53,7 @@ def arguments(
         ranges += len(change.ranges.starts)
     if size > _MAX_BYTES or ranges > _MAX_RANGES:
         return None
-    keys: list[Arg] = [names.schema, names.version]
+    keys: list[Arg] = [names.schema, names.version, names.turn]
     lengths: list[Arg] = []
     writes: list[Arg] = []
     for number, change in enumerate(changes, 1):
