@@ -15,16 +15,16 @@ from tdio.layout.index import normalise, select
 from tdio.layout.plan import Ranges
 from tdio.layout.spec import LeafSpec
 from tdio.store._keys import _Index
-from tdio.store.element import replaced, writing_part
+from tdio.store.element import element_shape, replaced, writing_part
 from tdio.store.handle import Edit, Handle
 from tdio.store.shape import Frame
-from tdio.store.writer import Flat, flatten, rows_changes, value_patch
+from tdio.store.writer import Flat, flatten, number_as, rows_changes, value_patch
 from tdio.wire.changes import PutRows
 from tdio.wire.requests import Operation
 
 
-def positions_of(index: Any, frame: Frame, where: str) -> tuple[list[int], tuple[Any, ...]]:
-    """Return the elements that an index selects, and the rest of it, that is applied to each.
+def positions_of(index: Any, frame: Frame, where: str) -> tuple[list[int], bool, tuple[Any, ...]]:
+    """Return the elements that an index selects, whether it is one, and what indexes each.
 
     Raises:
         InvalidIndex: the stack dim is not the first, or is indexed by an array of more dims.
@@ -36,7 +36,8 @@ def positions_of(index: Any, frame: Frame, where: str) -> tuple[list[int], tuple
             f"{where}: entries of different shapes are written by an index on dim 0 that selects "
             "whole elements, or by element: store[i] = td"
         )
-    return select(frame.batch[:1], (first,)).positions.tolist(), rest
+    rows = select(frame.batch[:1], (first,))
+    return rows.positions.tolist(), not rows.shape, rest
 
 
 def elements_of(value: Any, count: int, single: bool, where: str) -> list[Any]:
@@ -45,8 +46,11 @@ def elements_of(value: Any, count: int, single: bool, where: str) -> list[Any]:
     Raises:
         EntryMismatch: another number of elements.
     """
-    if isinstance(value, Number) or single:
+    if isinstance(value, Number):
         return [value] * count
+    if single:
+        td = value if is_tensor_collection(value) else TensorDict.from_dict(value, batch_size=[])
+        return [td]
     if not is_tensor_collection(value):
         value = TensorDict.from_dict(value, batch_size=[count])
     if value.batch_size[:1] != (count,):
@@ -69,6 +73,9 @@ def writing_elements(
     for path in flats[0].tensors if flats else ():
         values = [flat.tensors[path] for flat in flats]
         spec = specs[path]
+        if isinstance(spec, LeafSpec) and isinstance(values[0], Number):
+            shapes = [element_shape(spec, info, position) for position in positions]
+            values = [number_as(values[0], spec.dtype, shape) for shape in shapes]
         if isinstance(spec, LeafSpec) and (spec.ragged or len({v.shape for v in values}) > 1):
             changes.append(replaced(handle, spec, dict(zip(positions, values, strict=True))))
             continue
