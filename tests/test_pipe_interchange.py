@@ -1,7 +1,7 @@
 """tdio and tensordict's own pipe, as two processes, in both directions."""
 
 import asyncio
-import multiprocessing
+import os
 import time
 import traceback
 
@@ -14,6 +14,7 @@ from tdio import TensorDictPipe, TensorDictServer, recv_tensordict, send_tensord
 from tdio.errors import PeerLost, ProtocolError, UnsupportedValue
 from tdio.testing._pipe_kinds import check_same, check_same_bits, kinds, leaf_kinds
 from tdio.transport import ucx
+from tests._children import CHILDREN
 
 # What tensordict's pipe cannot send, and what it cannot read.
 NOT_FROM_REFERENCE = {"tensorclass", "dtypes", "odd names", "lazy stack", "lazy below"}
@@ -49,6 +50,8 @@ async def reference_checks(pipe, tds):
     check = check_same if pipe._consolidated else check_same_leaves
     for want in tds:
         check(await pipe.arecv(), want)
+    # If it closed at once, the other end could not know that everything had arrived.
+    await asyncio.sleep(0.5)
 
 
 async def reference_send_tensordict(endpoint, tds, consolidated):
@@ -104,15 +107,17 @@ def reference_main(connection, *args):
         connection.send(traceback.format_exc())
     else:
         connection.send(None)
+    # tensordict's side may hang as it ends.
+    connection.close()
+    os._exit(0)
 
 
 class Reference:
-    """tensordict's pipe at work in a spawned process."""
+    """tensordict's pipe at work in a process of its own."""
 
     def __init__(self, *args):
-        spawn = multiprocessing.get_context("spawn")
-        self.ours, theirs = spawn.Pipe()
-        self.process = spawn.Process(target=reference_main, args=(theirs, *args), daemon=True)
+        self.ours, theirs = CHILDREN.Pipe()
+        self.process = CHILDREN.Process(target=reference_main, args=(theirs, *args), daemon=True)
         self.process.start()
 
     def end(self):

@@ -24,28 +24,9 @@ from tdio.errors import (
     TransportUnavailable,
 )
 from tdio.transport import ucx
+from tests._children import children  # noqa: F401
 
 MIB = 1 << 20
-#: Its server process never uses UCX, so every child may.
-CHILDREN = mp.get_context("forkserver")
-CHILDREN.set_forkserver_preload(["torch", "tdio.transport.ucx"])
-
-
-@pytest.fixture
-def child():
-    """Start functions as processes; what is left of them is killed at the end."""
-    started = []
-
-    def start(work, *args, context=CHILDREN):
-        process = context.Process(target=work, args=args)
-        process.start()
-        started.append(process)
-        return process
-
-    yield start
-    for process in started:
-        process.kill()
-        process.join()
 
 
 @pytest.fixture
