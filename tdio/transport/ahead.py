@@ -22,6 +22,9 @@ log = logging.getLogger("tdio")
 #: two switches of threads, 20-50 us each.
 SMALL_BYTES = 1 << 20
 MAX_COUNT = 1024
+#: Of smaller items the taker is told when the coroutine next waits: two threads that wake each
+#: other for every item spend their time on the interpreter's lock.
+_AT_ONCE_BYTES = 1 << 16
 #: How long ``close`` waits for the coroutine to tidy up, in seconds.
 _CLOSE_S = 10.0
 #: How long a task that was cancelled may go on before it is cancelled again, in seconds.
@@ -44,7 +47,7 @@ class Ahead(Generic[T]):
         self._items: deque[tuple[T, int]] = deque()
         self._nbytes = 0
         self._changed = threading.Condition()
-        self._closing = self._ended = self._putter_waits = False
+        self._closing = self._ended = self._putter_waits = self._telling = False
         self._error: BaseException | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
@@ -89,9 +92,18 @@ class Ahead(Generic[T]):
         with self._changed:
             self._items.append((item, nbytes))
             self._nbytes += nbytes
-            self._changed.notify()
+            if nbytes >= _AT_ONCE_BYTES:
+                self._changed.notify()
+        if nbytes < _AT_ONCE_BYTES and not self._telling:
+            self._telling = True
+            asyncio.get_running_loop().call_soon(self._tell)
         while not self._has_room():
             await self._room.wait()
+
+    def _tell(self) -> None:
+        self._telling = False
+        with self._changed:
+            self._changed.notify()
 
     def _has_room(self) -> bool:
         assert self._room is not None
