@@ -21,7 +21,7 @@ from _surface import KINDS, LAZY, RAGGED, Raised, Side, local, outcome, same, st
 from tdio import open_store
 
 #: An exchange that a rank leaves alone ends after this long.
-LIMIT = timedelta(seconds=3)
+LIMIT = timedelta(seconds=6)
 
 Exchange = Callable[[int, Any, Any], Any]
 
