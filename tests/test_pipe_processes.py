@@ -6,6 +6,7 @@ import logging
 import multiprocessing as mp
 import os
 import signal
+import sys
 import threading
 import time
 
@@ -210,7 +211,7 @@ def test_listen_refuses_a_client_without_the_key_and_waits_for_the_next(child, c
 
 
 @pytest.mark.parametrize(
-    "server_key, wrong", [(b"right", b"wrong"), (b"right", None), (None, b"x")]
+    ("server_key", "wrong"), [(b"right", b"wrong"), (b"right", None), (None, b"x")]
 )
 def test_a_server_refuses_other_keys_and_goes_on(child, caplog, server_key, wrong):
     ours, theirs = mp.Pipe()
@@ -402,3 +403,42 @@ def test_a_forked_worker_whose_parent_used_ucx_gets_a_clear_error_at_once():
         load(listener.port, "fork")
     assert time.monotonic() - began < 15
     listener.close()
+
+
+def test_a_pipe_is_closed_by_one_thread_while_others_use_it():
+    """UCX's handles are freed by the one; whatever the others are at, they get an error."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for i in range(15):
+            ends = []
+
+            def begin(host, port):
+                in_thread(lambda: ends.append(TensorDictPipe.connect_sync(host, port)))  # noqa: B023
+
+            pipe = TensorDictPipe.listen_sync(0, host="127.0.0.1", on_bound=begin)
+            pipe.send(ONE)
+            while not ends:
+                time.sleep(0.001)
+            errors = []
+
+            def use(call):
+                try:
+                    while True:
+                        call()
+                except (PipeClosed, PeerLost, PipeTimeout) as error:
+                    errors.append(error)  # noqa: B023
+
+            threads = [
+                in_thread(use, call)
+                for call in (lambda: pipe.send(ONE), ends[0].recv, lambda: ends[0].send(ONE))  # noqa: B023
+            ]
+            time.sleep(0.01 + i / 1000)
+            (pipe if i % 2 else ends[0])._drop()
+            for thread in threads:
+                thread.join(10)
+            assert len(errors) == 3
+            for end in (pipe, ends[0]):
+                end._drop()
+    finally:
+        sys.setswitchinterval(interval)

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 
 from tdio._td import TensorDictBase
+from tdio.pipe.channel import MAX_MESSAGE_BYTES, TIMEOUT_S
 from tdio.pipe.drive import run_async
 from tdio.pipe.incoming import Incoming
 from tdio.pipe.opening import endpoint_of
 from tdio.pipe.outgoing import Packer
-from tdio.pipe.pipe import MAX_MESSAGE_BYTES, TIMEOUT_S, _device
+from tdio.pipe.pipe import _device
 from tdio.pipe.tree import plain
 from tdio.wire.pipe_reference import receive_leaves, receive_storage, receive_text, send_announced
 

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from tdio.errors import PipeClosed, PipeTimeout, TdioError
+from tdio.pipe.channel import CLOSE_TIMEOUT_S
 from tdio.pipe.opening import read_key, ucx
-from tdio.pipe.pipe import CLOSE_TIMEOUT_S, TensorDictPipe
+from tdio.pipe.pipe import TensorDictPipe
 from tdio.transport.tasks import Tasks
 
 log = logging.getLogger("tdio")

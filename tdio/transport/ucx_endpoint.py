@@ -106,16 +106,22 @@ class UcxTransfer(Transfer):
         return self._check()
 
     def _check(self) -> bool:
+        # Another thread may close the endpoint after any call, hence what looks like one test
+        # too many: between a test and the call that follows at once no other thread runs.
         endpoint = self._endpoint
-        status = endpoint.api.request_check_status(self.request)
+        api, request = endpoint.api, self.request
+        if request is None:
+            return True
+        status = api.request_check_status(request)
         if status == lib.IN_PROGRESS:
             return False
         if status == lib.OK:
             self._received()
-        else:
+        elif self.request is not None:
             self._fail(status)
-        endpoint.api.request_free(self.request)
-        self._release()
+        if self.request is not None:
+            api.request_free(request)
+            self._release()
         return True
 
     def _received(self) -> None:
@@ -150,8 +156,10 @@ class _Receive(UcxTransfer):
 
     def _received(self) -> None:
         endpoint = self._endpoint
-        endpoint.api.tag_recv_request_test(self.request, endpoint.info_at)
-        self.nbytes = endpoint.info.length
+        test, request, info_at = endpoint.api.tag_recv_request_test, self.request, endpoint.info_at
+        if request is not None:
+            test(request, info_at)
+            self.nbytes = endpoint.info.length
 
 
 class UcxEndpoint(Endpoint):
@@ -226,6 +234,9 @@ class UcxEndpoint(Endpoint):
         if self.failure() is not None and (error := self._lost()):
             raise error
         place, nbytes, cuda = address(buffer)
+        if self._worker is None:
+            # Closed by another thread meanwhile; after this test none runs before the call below.
+            self._open()
         request = self._tag_send(
             self._handle, place, nbytes, self._send_tag + channel, _SEND_AT[cuda]
         )
@@ -246,11 +257,15 @@ class UcxEndpoint(Endpoint):
         if worker is None or not worker.usable:
             worker = self._open()
         tag, mask, at = self._recv_tag + channel, lib.FULL_MASK, self.info_at
-        if self._tag_probe(worker.handle, tag, mask, 0, at):
+        # Another thread may close this end after any call, but not between a test and a call.
+        handle = worker.handle
+        if self._worker is not None and self._tag_probe(handle, tag, mask, 0, at):
             return int(self.info.length)
         worker.step()
-        if self._tag_probe(worker.handle, tag, mask, 0, at):
+        if self._worker is not None and self._tag_probe(handle, tag, mask, 0, at):
             return int(self.info.length)
+        if self._worker is None:
+            self._open()
         if error := self._lost():
             raise error
         return None
@@ -266,8 +281,10 @@ class UcxEndpoint(Endpoint):
         if worker is None or not worker.usable:
             worker = self._open()
         place, nbytes, cuda = address(buffer, writable=True)
-        tag, mask = self._recv_tag + channel, lib.FULL_MASK
-        request = self._tag_recv(worker.handle, place, nbytes, tag, mask, self._recv_at[cuda])
+        tag, mask, handle = self._recv_tag + channel, lib.FULL_MASK, worker.handle
+        if self._worker is None:
+            self._open()
+        request = self._tag_recv(handle, place, nbytes, tag, mask, self._recv_at[cuda])
         if request is None:
             return _Done(self.info.length)
         transfer = _Receive(self, buffer, nbytes)

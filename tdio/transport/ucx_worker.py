@@ -202,17 +202,19 @@ class Worker:
 
     def step(self) -> None:
         """Move things on a little: what comes in is taken in, so no more than is looked for."""
-        self._progress(self.handle)
+        if self.usable:
+            self._progress(self.handle)
 
     def settle(self) -> None:
         """Move on what has arrived, though not for as long as a busy peer sends."""
         for _ in range(_SETTLE_STEPS):
-            if not self._progress(self.handle):
+            if not (self.usable and self._progress(self.handle)):
                 return
 
     def _arm(self) -> bool:
         """Whether nothing is left to do, so that an event will end a sleep."""
-        return bool(self.api.worker_arm(self.handle) == lib.OK)
+        arm = self.api.worker_arm
+        return self.usable and bool(arm(self.handle) == lib.OK)
 
     def wait(
         self,
@@ -239,7 +241,8 @@ class Worker:
         nap = _Nap(timeout_s, what, nbytes)
         while True:
             if not self.usable:
-                # Closed by another task or thread meanwhile: the handle is no more.
+                # Closed by another task or thread meanwhile: the handle is no more. Between this
+                # test and the call below no other thread runs.
                 raise PipeClosed(f"{what}: closed while it was waited for")
             moved = progress(handle)
             if ready():
@@ -249,7 +252,7 @@ class Worker:
             if nap.polls(moved):
                 continue
             seconds = nap.seconds()
-            if progress(handle):
+            if self.usable and progress(handle):
                 continue
             if not self._arm():
                 # UCX holds what the peer has no room for: no event tells when it has.
@@ -276,7 +279,8 @@ class Worker:
         nap = _Nap(timeout_s, what, nbytes)
         while True:
             if not self.usable:
-                # Closed by another task or thread meanwhile: the handle is no more.
+                # Closed by another task or thread meanwhile: the handle is no more. Between this
+                # test and the call below no other thread runs.
                 raise PipeClosed(f"{what}: closed while it was waited for")
             moved = progress(handle)
             if ready():
@@ -291,7 +295,7 @@ class Worker:
                     await self._yield()
                 continue
             seconds = nap.seconds()
-            if progress(handle):
+            if self.usable and progress(handle):
                 continue
             if not self._arm():
                 # UCX holds what the peer has no room for: no event tells when it has.
