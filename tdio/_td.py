@@ -93,7 +93,7 @@ def build(
     for path in levels or ():
         if path:
             nest_level(tree, path)
-    td: TensorDict = _build(tree, torch.Size(batch), device, levels or {}, "")
+    td: TensorDict = _build(tree, torch.Size(batch), device, levels or {}, "", None)
     return td
 
 
@@ -103,14 +103,17 @@ def _build(
     device: torch.device | None,
     levels: Mapping[str, Level],
     path: str,
+    above: Level | None,
 ) -> Any:
+    level = levels.get(path, above)
+    # A nested level that is not named itself is as the nested one above it.
+    passed = Level(level.batch, level.names) if level is not None and path else None
     source: dict[Any, Any] = {
-        name: _build(value, batch, device, levels, f"{path}.{name}" if path else name)
+        name: _build(value, batch, device, levels, f"{path}.{name}" if path else name, passed)
         if type(value) is dict
         else value
         for name, value in tree.items()
     }
-    level = levels.get(path)
     if level is None:
         return TensorDict._new_unsafe(source=source, batch_size=batch, device=device)
     size = level.batch

@@ -38,6 +38,18 @@ class Rows:
     depth: int
 
 
+def as_int(index: Any) -> Any:
+    """Return an int for what selects like one (``np.int64(3)``, a 0-d tensor), else the index."""
+    if isinstance(index, (bool, np.bool_)) or isinstance(index, (list, tuple, str, slice)):
+        return index
+    if isinstance(index, torch.Tensor) and (index.ndim or index.dtype == torch.bool):
+        return index
+    try:
+        return operator.index(index)
+    except TypeError:
+        return index
+
+
 def normalise(index: Any, ndim: int) -> tuple[Any, ...]:
     """Return ``index`` as a tuple without Ellipsis, lists as tensors, trailing full slices cut.
 
@@ -179,6 +191,8 @@ def _item(item: Any) -> Any:
         return torch.tensor(bool(item))
     if isinstance(item, range):
         return torch.arange(item.start, item.stop, item.step)
+    if isinstance(item, np.ndarray) and not item.ndim:
+        item = torch.as_tensor(item)
     if isinstance(item, (list, np.ndarray)):
         try:
             item = (

@@ -15,7 +15,6 @@ Two ways to read the rows of an entry, chosen by counting (numbers in ``docs/sto
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
@@ -60,6 +59,7 @@ class Ranges:
 
 
 _NONE = np.zeros(0, np.int64)
+_FIRST = np.zeros(1, np.int64)
 
 
 def one_range(start: int, size: int) -> Ranges:
@@ -70,29 +70,44 @@ def one_range(start: int, size: int) -> Ranges:
 
 
 class Selection:
-    """Row numbers, int64 ``[n]``, with what several leaves of one batch need to know of them."""
+    """Row numbers, int64 ``[n]``, with what several leaves of one batch need to know of them.
+
+    Remembered by hand: before Python 3.12 ``cached_property`` holds one lock for all objects, which
+    a child that is forked while a thread plans would inherit taken.
+    """
 
     def __init__(self, positions: Int64Array):
         self.positions = positions
+        self._runs: tuple[Int64Array, Int64Array] | None = None
+        self._distinct: tuple[Int64Array, Int64Array] | None = None
+        self._gaps: Int64Array | None = None
 
-    @cached_property
+    @property
     def runs(self) -> tuple[Int64Array, Int64Array]:
         """First row and length of each run of consecutive positions, in order."""
-        rows = self.positions
-        starts = np.flatnonzero(np.diff(rows, prepend=rows[0] - 2) != 1)
-        return rows[starts], np.diff(np.append(starts, len(rows)))
+        if self._runs is None:
+            rows = self.positions
+            breaks = np.flatnonzero(rows[1:] - rows[:-1] != 1) + 1
+            starts = np.concatenate([_FIRST, breaks])
+            ends = np.append(starts[1:], len(rows))
+            self._runs = rows[starts], ends - starts
+        return self._runs
 
-    @cached_property
+    @property
     def distinct(self) -> tuple[Int64Array, Int64Array]:
         """Distinct rows in ascending order, and for each position its place among them."""
-        rows, places = np.unique(self.positions, return_inverse=True)
-        return rows, places.reshape(-1)
+        if self._distinct is None:
+            rows, places = np.unique(self.positions, return_inverse=True)
+            self._distinct = rows, places.reshape(-1)
+        return self._distinct
 
-    @cached_property
+    @property
     def gaps(self) -> Int64Array:
         """Rows between neighbouring distinct rows."""
-        rows: Int64Array = np.diff(self.distinct[0])
-        return rows - 1
+        if self._gaps is None:
+            rows = self.distinct[0]
+            self._gaps = rows[1:] - rows[:-1] - 1
+        return self._gaps
 
 
 def plan_rows(selection: Selection | Int64Array, row_bytes: int, *, gather: bool = True) -> Ranges:

@@ -24,6 +24,7 @@ from tdio._td import (
     value_of,
 )
 from tdio.errors import EntryNotFound
+from tdio.layout.index import as_int
 from tdio.layout.levels import Level
 from tdio.layout.paths import below, parents, path_of
 from tdio.layout.spec import LeafSpec
@@ -90,7 +91,7 @@ class StoredKeys(_NoShapeOps, _NoVmap, TensorDictBase):
 
     # ---- what a subclass says
 
-    def _reading(self, paths: list[str], index: Any, prefix: str) -> Operation[Any]:
+    def _reading(self, paths: list[str] | None, index: Any, prefix: str) -> Operation[Any]:
         """Read entries by full path at ``index`` of the level ``prefix``, as that level."""
         raise NotImplementedError
 
@@ -223,7 +224,10 @@ class StoredKeys(_NoShapeOps, _NoVmap, TensorDictBase):
 
     def _has_level(self, path: str) -> bool:
         """Whether a nested tensordict is at a full path."""
-        return path in self._handle.info.levels or bool(below(self._handle.paths, path))
+        levels = self._handle.info.levels
+        return path in levels or bool(
+            below(self._handle.paths, path) or (path and below(levels, path))
+        )
 
     def _contains_str(self, key: str) -> bool:
         path = self._full(key)
@@ -255,6 +259,13 @@ class StoredKeys(_NoShapeOps, _NoVmap, TensorDictBase):
         self._set_level_names(renamed)
 
     def _set_level_names(self, names: dict[str, list[str | None] | None]) -> None:
+        def naming() -> Operation[Edit]:
+            return Edit((), self._named(names))
+            yield  # makes this a generator
+
+        self._apply(naming)
+
+    def _named(self, names: dict[str, list[str | None] | None]) -> dict[str, Level | None]:
         levels: dict[str, Level | None] = {}
         for path, own in names.items():
             known = self._handle.info.levels.get(path)
@@ -264,8 +275,7 @@ class StoredKeys(_NoShapeOps, _NoVmap, TensorDictBase):
             level = Level(self._frame(path).batch, given, known.kind if known else "")
             level = self._stored_level(level) if path else level
             levels[path] = replace(level, batch=known.batch) if known else level
-        if levels:
-            self._apply(_making(Edit((), levels)))
+        return levels
 
     def _stored_level(self, level: Level) -> Level:
         """Return a nested level as it is stored: in a lazy stack, that of one element."""
@@ -281,20 +291,14 @@ class StoredKeys(_NoShapeOps, _NoVmap, TensorDictBase):
 
 @dataclass(frozen=True)
 class _Index:
-    """An index, and the batch size that it indexes."""
+    """An index, and what it indexes: a level, or one leaf, below whose batch dims it may reach."""
 
     index: Any
     frame: Frame
+    leaf: bool = False
 
-
-def _making(edit: Edit) -> Making:
-    """Return the operation of an edit that depends on nothing."""
-
-    def make() -> Operation[Edit]:
-        return edit
-        yield  # makes this a generator
-
-    return make
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "index", as_int(self.index))
 
 
 def _all_of(makings: list[Making]) -> Making:

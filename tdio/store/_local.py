@@ -13,6 +13,8 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch.distributed
+
 Method = Callable[..., Any]
 
 
@@ -223,6 +225,13 @@ def install(cls: Any, names: Iterable[str], make: Callable[[str, Method], Any]) 
         setattr(cls, name, make(name, getattr(cls, name)))
 
 
+def _is_sender(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether this rank of ``gather_and_stack(dst, group)`` is not the destination."""
+    dst = kwargs["dst"] if "dst" in kwargs else args[0]
+    group = kwargs.get("group", args[1] if len(args) > 1 else None)
+    return bool(torch.distributed.get_rank(group) != dst)
+
+
 def _batch_refused(name: str) -> Method:
     return refused(
         name,
@@ -239,6 +248,7 @@ def for_stored(cls: Any) -> Any:
     """Set what all stored classes do on local copies, or refuse."""
     install(cls, COPIED, copied)
     install(cls, SENT, sent)
+    install(cls, ["gather_and_stack"], lambda name, old: either(sent(name, old), old, _is_sender))
     install(cls, RECEIVED, received)
     install(cls, REKEYED, lambda name, old: inplace(rekeyed(name, old), copied(name, old)))
     install(cls, RESHAPED, _fixed_batch)

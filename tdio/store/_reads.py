@@ -16,7 +16,6 @@ from tdio._td import (
     build,
     imported_tensorclass,
 )
-from tdio.errors import UnsupportedValue
 from tdio.layout.paths import below
 from tdio.layout.spec import LeafSpec
 from tdio.store._keys import (
@@ -25,8 +24,6 @@ from tdio.store._keys import (
     _VALUE,
     StoredKeys,
 )
-from tdio.transport.aio import AsyncClient
-from tdio.transport.fake import MemoryServer
 from tdio.wire.requests import Operation
 
 _READ_AHEAD_BYTES = 32 * 1024 * 1024
@@ -88,7 +85,7 @@ class StoredReads(StoredKeys):
 
     # ---- reads
 
-    def _read(self, paths: list[str], index: Any, prefix: str) -> Any:
+    def _read(self, paths: list[str] | None, index: Any, prefix: str) -> Any:
         return self._handle.client.read(lambda: self._reading(paths, index, prefix))
 
     def _get_str(self, key: str, default: Any = NO_DEFAULT, **kwargs: Any) -> Any:
@@ -112,13 +109,15 @@ class StoredReads(StoredKeys):
         if not kwargs:
             return self._handle.client.read(lambda: self._reading_leaf(path, index))
         prefix, _, name = path.rpartition(".")
-        return self._read([path], index, prefix).get(name, **kwargs)
+        return self._read([path], (), prefix).get(name, **kwargs)[index]
 
     def _reading_leaf(self, path: str, index: Any) -> Operation[Any]:
         """The operation of ``_read_entry``; a class that can read it more directly does."""
         prefix, _, name = path.rpartition(".")
-        out = yield from self._reading([path], index, prefix)
-        return out._get_str(name, NO_DEFAULT)
+        out = yield from self._reading([path], (), prefix)
+        leaf = out._get_str(name, NO_DEFAULT)
+        # The index is that of the leaf: it may reach below the batch dims.
+        return leaf if isinstance(index, tuple) and not index else leaf[index]
 
     def _nested(self, path: str) -> Any:
         """Return a view of a nested level: it reads and writes on the server."""
@@ -144,8 +143,7 @@ class StoredReads(StoredKeys):
         return value if value is default else value[idx]
 
     def _index_tensordict(self, index: Any, new_batch_size: Any = None, names: Any = None) -> Any:
-        paths = [self._full(path) for path in self._leaf_paths()]
-        return self._read(paths, index, self._prefix)
+        return self._read(None, index, self._prefix)
 
     def __getitem__(self, index: Any) -> Any:
         key = _unravel_key_to_tuple(index) if isinstance(index, (str, tuple)) else ()
@@ -190,15 +188,6 @@ class StoredReads(StoredKeys):
 
     # ---- reads of a coroutine
 
-    def _async_client(self) -> AsyncClient:
-        client = self.__dict__.get("_aio")
-        if client is None or not client.usable:
-            address = self._handle.location.address
-            if isinstance(address, MemoryServer):
-                raise UnsupportedValue("a MemoryServer has no async face; read it from plain code")
-            client = self._aio = AsyncClient(address)
-        return client
-
     async def aread(self, index: Any = ()) -> Any:
         """Read ``store[index]`` from a coroutine: as a plain tensordict, without blocking the loop.
 
@@ -214,8 +203,8 @@ class StoredReads(StoredKeys):
             ServerUnavailable: the server is not there.
             ServerTimeout: the server does not answer.
         """
-        paths = [self._full(path) for path in below(self._handle.paths, self._prefix)]
-        return await self._async_client().read(lambda: self._reading(paths, index, self._prefix))
+        client = self._handle.async_client()
+        return await client.read(lambda: self._reading(None, index, self._prefix))
 
     async def aget(self, key: NestedKey) -> Any:
         """Read one entry from a coroutine; a nested tensordict is read whole.
@@ -231,7 +220,7 @@ class StoredReads(StoredKeys):
             ServerUnavailable: the server is not there.
         """
         path = self._full(_unravel_key_to_tuple(key))
-        client = self._async_client()
+        client = self._handle.async_client()
         if path in self._handle.paths:
             prefix, _, name = path.rpartition(".")
             out = await client.read(lambda: self._reading([path], (), prefix))

@@ -14,7 +14,7 @@ from tdio._td import (
     is_tensor_collection,
 )
 from tdio.errors import EntryMismatch, IndexOutOfRange, UnsupportedValue
-from tdio.layout.index import normalise, select
+from tdio.layout.index import as_int, normalise, select
 from tdio.layout.levels import Level
 from tdio.layout.spec import LeafSpec
 from tdio.store._local import for_stacks, plain, plain_all
@@ -22,7 +22,7 @@ from tdio.store._stored import Stored
 from tdio.store.element import element_spec, writing_element
 from tdio.store.handle import Edit
 from tdio.store.ragged import elements_of, flats_of, positions_of, writing_elements
-from tdio.store.reader import reading, reading_leaf
+from tdio.store.reader import indexed, reading, reading_leaf
 from tdio.store.shape import Frame
 from tdio.store.stacking import Column, columns_of, only
 from tdio.store.writer import (
@@ -30,6 +30,8 @@ from tdio.store.writer import (
     check_batch,
     first_dim_rows,
     into_entry,
+    one_value,
+    per_row,
     put_value,
     rows_changes,
     upload_elements,
@@ -150,6 +152,7 @@ class StoredStack(Stored):
         return self
 
     def _setitem_index(self, index: Any, value: Any) -> None:
+        index = as_int(index)
         if self._ragged() and not (type(index) is int and self.stack_dim == 0):
             self._write_elements(index, value, self._check_same_leaves)
         else:
@@ -169,7 +172,7 @@ class StoredStack(Stored):
             check(flat, index)
         self._apply(lambda: writing_elements(self._handle, positions, flats, rest, frame))
 
-    def _reading(self, paths: list[str], index: Any, prefix: str) -> Operation[Any]:
+    def _reading(self, paths: list[str] | None, index: Any, prefix: str) -> Operation[Any]:
         return reading(self._handle, paths, index, self._device, prefix)
 
     def _reading_leaf(self, path: str, index: Any) -> Operation[Any]:
@@ -206,7 +209,9 @@ class StoredStack(Stored):
             else:
                 # One for each element, as a lazy stack of tensordicts has it.
                 rows = [content] * handle.info.count
-                rows = _moved_first(content, self.stack_dim) if dims else rows
+                if dims:
+                    moved = _moved_first(content, self.stack_dim)
+                    rows = [one_value(row, dims - 1, path, options["where"]) for row in moved]
             puts.append(put_value(path, (rows, 1), **options))
         return Edit(puts, flat.levels)
 
@@ -237,18 +242,19 @@ class StoredStack(Stored):
         if type(index.index) is int and self.stack_dim == 0:
             position = self._position(index.index)
             return (yield from writing_element(handle, position, flat))
-        items = normalise(index.index, len(frame.batch))
         specs = yield from handle.load(flat.paths)
         if any(isinstance(spec, LeafSpec) and spec.ragged for spec in specs.values()):
             raise UnsupportedValue(
                 f"{where}: entries of different shapes are written by their elements: "
                 "store[index] = a lazy stack"
             )
-        rows = select(frame.batch, items)
-        changes = rows_changes(specs, flat.tensors, rows, frame.batch, frame.stack, where)
+        batch = indexed(handle.info, specs, index)
+        rows = select(batch, normalise(index.index, len(batch)))
+        changes = rows_changes(specs, flat.tensors, rows, batch, frame.stack, where)
         for path, value in flat.values.items():
             at = first_dim_rows(path, rows, frame, where)
-            changes.append(value_patch(path, value, at, frame.batch[0], handle.allow_pickle, where))
+            each = per_row(value, len(rows.shape) if rows.depth else 1, len(at), path, where)
+            changes.append(value_patch(path, each, at, frame.batch[0], handle.allow_pickle, where))
         return Edit(changes)
 
 

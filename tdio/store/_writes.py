@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from numbers import Number
 from typing import Any
 
@@ -24,7 +25,6 @@ from tdio.layout.values import ValueSpec
 from tdio.store._keys import (
     _UPDATED,
     _Index,
-    _making,
     _value,
 )
 from tdio.store._reads import StoredReads
@@ -120,7 +120,7 @@ class StoredWrites(StoredReads):
         if isinstance(value, torch.Tensor):
             return Flat({path: value})
         if is_tensor_collection(value) and not is_non_tensor(value):
-            flat = flatten(value, self._frame("").batch)
+            flat = flatten(value, self._frame("").batch, root_kind=True)
             if not flat.paths and not flat.levels:
                 flat.levels[""] = Level(tuple(value.batch_size))
             flat = flat.under(path)
@@ -203,7 +203,8 @@ class StoredWrites(StoredReads):
         else:
             raise self._missing(key)
         prefix = path if self._has_level(path) else path.rpartition(".")[0]
-        self._apply(lambda: self._writing_at(flat, _Index(idx, self._frame(prefix))))
+        leaf = bool(flat.tensors) and not self._has_level(path)
+        self._apply(lambda: self._writing_at(flat, _Index(idx, self._frame(prefix), leaf)))
         return self
 
     def _setitem_index(self, index: Any, value: Any) -> None:
@@ -227,16 +228,24 @@ class StoredWrites(StoredReads):
         check_leaves(expected, flat.paths, f"{self._handle.location}[{index!r}]")
 
     def _del(self, key: tuple[str, ...]) -> None:
-        path = self._full(key)
-        if path not in self._handle.known() and not self._has_level(path):
+        if self._full(key) not in self._handle.known() and not self._has_level(self._full(key)):
             raise self._missing(key if len(key) > 1 else key[0])
-        rest = self._skeleton(True)
-        del rest[key]
-        self._keep(rest)
+        self._keep(lambda held: held.exclude(key))
 
-    def _keep(self, rest: TensorDict) -> None:
-        """Remove the entries and levels that a skeleton lacks; a level that is left stays."""
+    def _keep(self, rule: Callable[[TensorDict], TensorDict]) -> None:
+        """Remove the entries and levels that ``rule`` takes from a skeleton of this level.
+
+        A level that is left without entries stays.
+        """
         self._check_may_rekey()
+
+        def keeping() -> Operation[Edit]:
+            return self._without(rule(self._skeleton(True)))
+            yield  # makes this a generator
+
+        self._apply(keeping)
+
+    def _without(self, rest: TensorDict) -> Edit:
         flat = flatten(rest, ()).under(self._prefix)
         info = self._handle.info
         held = {parent for path in (*flat.paths, *flat.levels) for parent in parents(path)}
@@ -249,23 +258,23 @@ class StoredWrites(StoredReads):
         for path in empty - set(info.levels):
             levels[path] = self._stored_level(Level(self._frame(path).batch))
         drops = [Drop(old) for old in sorted(self._under(self._prefix) - flat.paths)]
-        self._apply(_making(Edit(drops, levels)))
+        return Edit(drops, levels)
 
     def clear(self) -> Any:
         """Delete all entries of this level, in one transaction; the level itself stays."""
-        self._keep(TensorDict())
+        self._keep(lambda held: TensorDict())
         return self
 
     def _select(self, *keys: Any, inplace: bool = False, **options: Any) -> Any:
         if not inplace:
             return super()._select(*keys, inplace=False, **options)
-        self._keep(self._skeleton(True).select(*keys, strict=options.get("strict", True)))
+        self._keep(lambda held: held.select(*keys, strict=options.get("strict", True)))
         return self
 
     def _exclude(self, *keys: Any, inplace: bool = False, **options: Any) -> Any:
         if not inplace:
             return super()._exclude(*keys, inplace=False, **options)
-        self._keep(self._skeleton(True).exclude(*keys))
+        self._keep(lambda held: held.exclude(*keys))
         return self
 
     def _rename_key(self, old_key: NestedKey, new_key: NestedKey) -> None:

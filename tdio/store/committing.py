@@ -14,7 +14,7 @@ from tdio.layout.levels import Level
 from tdio.layout.paths import below, parents
 from tdio.layout.spec import LeafSpec
 from tdio.store.handle import ATTEMPTS, Edit, Handle, Known
-from tdio.wire import reading, script, uploading
+from tdio.wire import script, uploading
 from tdio.wire.changes import (
     STREAM_BYTES,
     Change,
@@ -41,7 +41,7 @@ _DONE, _LOST, _WAIT = "done", "lost", "wait"
 def commit(handle: Handle, make: Callable[[], Operation[Edit]]) -> Operation[None]:
     """Do what ``make`` says, in one transaction; again where another writer came between.
 
-    One round trip; one more where something must be looked at first.
+    Two round trips; one for a small write to rows that exist.
 
     Raises:
         EntryTooLarge: above the server's string limit; nothing was sent.
@@ -53,12 +53,12 @@ def commit(handle: Handle, make: Callable[[], Operation[Edit]]) -> Operation[Non
     while lost < ATTEMPTS and waits < _MAX_WAITS:
         if lost == _PATIENCE and not mine:
             mine = yield from _ask_for_turn(handle)
+        if not handle.cache:
+            yield from handle.reload()
         state = handle.state
         edit = yield from make()
         if handle.state is not state:
-            if handle.cache:
-                continue
-            state = handle.state
+            continue  # another thread read it anew while this one planned
         changes = [*edit.changes, *_displaced(handle, edit.changes)]
         if not changes and not edit.levels:
             return
@@ -94,16 +94,15 @@ def _ask_for_turn(handle: Handle) -> Operation[bytes]:
 def _in_two(
     handle: Handle, state: Known, edit: Edit, changes: Sequence[Change], mine: bytes
 ) -> Operation[str]:
-    """Look under a watch where something must be looked at, then write."""
+    """Look under a watch, then write: a handle may not know what others have done meanwhile."""
     yield from check_sizes(handle, changes)
     request, counts = look_at(handle.names, changes)
-    if not any(counts):
-        return (yield from _execute(handle, state, edit, changes, counts, [], mine))
-    _, schema, turn, *replies = yield request
+    _, schema, turn, exists, *replies = yield request
     if turn is not None and turn != mine:
         yield Commands([("UNWATCH",)])
         return _WAIT
-    if schema != state.tokens.schema:
+    if schema != state.tokens.schema or not exists:
+        # Keys or shapes changed, or the store is gone: what is known is read again first.
         yield Commands([("UNWATCH",)])
         return _LOST
     return (yield from _execute(handle, state, edit, changes, counts, replies, mine))
@@ -146,9 +145,7 @@ def _execute(
 ) -> Operation[str]:
     """Send the transaction; return what came of it."""
     where = str(handle.location)
-    items: list[tuple[Arg, ...]] = [
-        ("GETRANGE", handle.names.schema, 0, 2 * reading.TOKEN_BYTES - 1)
-    ]
+    items: list[tuple[Arg, ...]] = []
     specs: dict[str, Spec | None] = {}
     at = 0
     for change, count in zip(changes, counts, strict=True):
@@ -173,23 +170,7 @@ def _execute(
     if done is None:
         return _LOST
     learn(handle, state, specs, edit.levels, tokens)
-    if done[0] != known.schema:
-        # Another handle changed keys or shapes before this write: see what is there now.
-        yield from _reconcile(handle, changes)
     return _DONE
-
-
-def _reconcile(handle: Handle, changes: Sequence[Change]) -> Operation[None]:
-    """Take away what the write displaced, as far as this handle did not know of it."""
-    yield from handle.reload()
-    items: list[tuple[Arg, ...]] = []
-    for change in _displaced(handle, changes):
-        items += change.write(handle.names, handle.info, (), "")[0]
-    tokens = new_tokens(Tokens(), schema=True)
-    items += [("SET", handle.names.version, tokens.version)]
-    items += [("SET", handle.names.schema, tokens.schema)]
-    yield Commands(items, atomic=True)
-    yield from handle.reload()
 
 
 def _displaced(handle: Handle, changes: Sequence[Change]) -> list[Drop]:

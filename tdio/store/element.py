@@ -22,13 +22,14 @@ from tdio.layout.values import ValueSpec
 from tdio.store._local import no_server
 from tdio.store._stored import Stored
 from tdio.store.handle import Edit, Handle
-from tdio.store.reader import reading_elements
+from tdio.store.reader import leaf_shape, reading_elements
 from tdio.store.shape import Frame
 from tdio.store.writer import (
     Flat,
     check_fit,
     into_entry,
     number_as,
+    one_value,
     rows_changes,
     upload_zeros,
     value_patch,
@@ -61,7 +62,7 @@ class ElementView(Stored):
         if any(any(own or ()) for own in names.values()):
             raise RuntimeError("dims are named on the store, not on one of its elements")
 
-    def _reading(self, paths: list[str], index: Any, prefix: str) -> Operation[Any]:
+    def _reading(self, paths: list[str] | None, index: Any, prefix: str) -> Operation[Any]:
         position = np.array([self._position], np.int64)
         (element,) = yield from reading_elements(
             self._handle, paths, position, self._device, prefix
@@ -154,7 +155,7 @@ def writing_element(handle: Handle, position: int, flat: Flat) -> Operation[Edit
     held = yield from handle.load(flat.values.keys() & handle.paths)
     for path, value_dims in flat.values.items():
         at = np.array([position], np.int64)
-        one = ([value_dims[0]], 1)
+        one = [one_value(*value_dims, path, where)]
         if isinstance(held.get(path), LeafSpec):
             raise EntryMismatch(
                 f"{where}: the entry {path!r} holds tensors; values replace them in the whole "
@@ -194,24 +195,26 @@ def writing_part(handle: Handle, position: int, flat: Flat, index: Any) -> Opera
     where = f"{handle.location}[{position}]"
     if flat.values:
         raise EntryMismatch(f"{where}: a non-tensor value of an element is written whole")
-    items = normalise(index.index, len(frame.batch))
-    rows = select(frame.batch, items)
     specs = yield from handle.load(flat.tensors)
     changes = []
     for path, value in flat.tensors.items():
         spec = specs[path]
+        batch = frame.batch
+        if index.leaf and isinstance(spec, LeafSpec):
+            batch = element_shape(spec, info, position)
+        items = normalise(index.index, len(batch))
+        rows = select(batch, items)
         if isinstance(spec, LeafSpec) and spec.offsets is None:
             whole = (*items[: info.stack], *_at(info, items, position))
-            every = select(info.batch, normalise(whole, len(info.batch)))
-            changes += rows_changes(
-                {path: spec}, {path: value}, every, info.batch, info.stack, where
-            )
+            shape = leaf_shape(info, spec) if index.leaf else info.batch
+            every = select(shape, normalise(whole, len(shape)))
+            changes += rows_changes({path: spec}, {path: value}, every, shape, info.stack, where)
             continue
         (part,) = rows_changes(
             {path: element_spec(spec, info, position)},
             {path: value},
             rows,
-            frame.batch,
+            batch,
             None,
             where,
         )

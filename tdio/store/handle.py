@@ -13,10 +13,19 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from tdio.errors import AccessDenied, CorruptEntry, EntryNotFound, ServerTimeout
+from tdio.errors import (
+    AccessDenied,
+    CorruptEntry,
+    EntryNotFound,
+    ServerTimeout,
+    StoreNotFound,
+    UnsupportedValue,
+)
 from tdio.layout.levels import Level
+from tdio.layout.paths import below
 from tdio.layout.plan import one_range
 from tdio.transport.address import Address
+from tdio.transport.aio import AsyncClient
 from tdio.transport.client import Client
 from tdio.transport.fake import MemoryServer
 from tdio.wire import reading, uploading
@@ -157,6 +166,11 @@ class Handle:
         """Read again what is known, in one round trip."""
         known = sorted(self.state.specs)
         info, specs = yield from reading.find(self.names, str(self.location), known)
+        if (info.batch, info.stack) != (self.info.batch, self.info.stack):
+            raise StoreNotFound(
+                f"{self.location} holds another store now, of batch size {list(info.batch)}; open "
+                "it again"
+            )
         state = Known(info)
         state.specs.update(specs)
         self.state = state
@@ -171,6 +185,19 @@ class Handle:
             self.refresh()
         return self.paths
 
+    def under(self, prefix: str) -> list[str]:
+        """Return the full paths of the leaves below a level.
+
+        Raises:
+            EntryNotFound: there is no such level any more.
+        """
+        start = prefix + "." if prefix else ""
+        paths = [start + rest for rest in below(self.paths, prefix)]
+        levels = self.info.levels
+        if prefix and not paths and prefix not in levels and not below(levels, prefix):
+            raise EntryNotFound(f"{self.location} has no level {prefix!r} any more")
+        return paths
+
     def load(self, paths: Iterable[str]) -> Operation[dict[str, Spec]]:
         """Return the specs of entries; what is not kept is read, in one or two round trips.
 
@@ -178,8 +205,6 @@ class Handle:
             EntryNotFound: an entry that is not registered.
         """
         wanted = list(paths)
-        if not self.cache:
-            yield from self.reload()
         state = self.state
         missing = [path for path in wanted if path not in state.specs]
         if missing:
@@ -198,7 +223,12 @@ class Handle:
     def specs(self, paths: Iterable[str]) -> dict[str, Spec]:
         """Run ``load``."""
         wanted = list(paths)
-        return self.client.read(lambda: self.load(wanted))
+        return self.client.read(lambda: self._loading(wanted))
+
+    def _loading(self, paths: list[str]) -> Operation[dict[str, Spec]]:
+        if not self.cache:
+            yield from self.reload()
+        return (yield from self.load(paths))
 
     # ---- reads
 
@@ -216,15 +246,13 @@ class Handle:
         """
         doubted, torn = False, 0
         for _ in range(ATTEMPTS):
+            if not self.cache:
+                yield from self.reload()
             state, known = self.state, self.state.tokens
             plan = yield from make()
-            if self.cache and self.state is not state:
-                continue  # another thread reloaded while this one planned
-            if not self.cache:
-                state, known = self.state, self.state.tokens
+            if self.state is not state:
+                continue  # another thread read it anew while this one planned
             atomic = torn > 0 and self._may_transact
-            if not plan.reads and not plan.values:
-                return plan.finish([])
             stamp = np.empty(len(known.version), np.uint8)
             several = len(plan.values) + sum(len(read.ranges.starts) for read in plan.reads) > 1
             stamped = bool(len(stamp)) and several and not atomic
@@ -278,6 +306,19 @@ class Handle:
         self.client.write(uploading.delete_store(self.names, where, missing_ok=True))
         self.state = Known(replace(self.info, paths=frozenset()))
 
+    def async_client(self) -> AsyncClient:
+        """Return the client of the running event loop.
+
+        Raises:
+            UnsupportedValue: a server in memory, which plain code reads.
+        """
+        client: AsyncClient | None = self.__dict__.get("_aio")
+        if client is None or not client.usable:
+            if isinstance(self.location.address, MemoryServer):
+                raise UnsupportedValue("a MemoryServer has no async face; read it from plain code")
+            client = self._aio = AsyncClient(self.location.address)
+        return client
+
     def close(self) -> None:
         """Close the connections; the data stays on the server."""
         self.client.close()
@@ -285,7 +326,7 @@ class Handle:
     # ---- pickling: an address and what is known, no connection
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "client"}
+        return {k: v for k, v in self.__dict__.items() if k not in ("client", "_aio")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -13,6 +13,7 @@ from tdio._td import (
     _register_tensor_class,
 )
 from tdio.errors import IndexOutOfRange, UnsupportedValue, WrongStoreKind
+from tdio.layout.index import as_int
 from tdio.store._local import no_server
 from tdio.store._stack import StoredStack
 from tdio.store.connecting import locate
@@ -147,7 +148,7 @@ class LazyStackedTensorDictStore(StoredStack):
         device = lazy_td.device if device is None else device
         info = _info(len(elements), lazy_td.stack_dim, tuple(elements[0].batch_size), device)
         columns = columns_of(elements)
-        names = lazy_td.names if lazy_td._has_names() else None
+        names = lazy_td.names if any(lazy_td.names) else None
         info = replace(info, levels=columns.levels(info, names))
         total = sum(t.nbytes for column in columns.tensors.values() for t in column)
         report, done = progress_bar(total, progress)
@@ -207,6 +208,7 @@ class LazyStackedTensorDictStore(StoredStack):
         )
 
     def __getitem__(self, index: Any) -> Any:
+        index = as_int(index)
         if type(index) is int and self.stack_dim == 0:
             return ElementView(self, self._position(index))
         return super().__getitem__(index)

@@ -26,13 +26,14 @@ from tdio.store._stored import Stored
 from tdio.store.connecting import locate
 from tdio.store.creating import create, delete_store
 from tdio.store.handle import Edit, Handle
-from tdio.store.reader import reading, reading_leaf
+from tdio.store.reader import indexed, reading, reading_leaf
 from tdio.store.writer import (
     Flat,
     check_batch,
     first_dim_rows,
     flatten,
     into_entry,
+    per_row,
     progress_bar,
     puts_of,
     rows_changes,
@@ -307,7 +308,7 @@ class TensorDictStore(Stored):
 
     # ---- hooks
 
-    def _reading(self, paths: list[str], index: Any, prefix: str) -> Operation[Any]:
+    def _reading(self, paths: list[str] | None, index: Any, prefix: str) -> Operation[Any]:
         return reading(self._handle, paths, index, self._device, prefix)
 
     def _reading_leaf(self, path: str, index: Any) -> Operation[Any]:
@@ -328,11 +329,13 @@ class TensorDictStore(Stored):
     def _writing_at(self, flat: Flat, index: Any) -> Operation[Edit]:
         handle, frame, where = self._handle, index.frame, str(self._handle.location)
         specs = yield from handle.load(flat.paths)
-        rows = select(frame.batch, normalise(index.index, len(frame.batch)))
-        changes = rows_changes(specs, flat.tensors, rows, frame.batch, None, where)
+        batch = indexed(handle.info, specs, index)
+        rows = select(batch, normalise(index.index, len(batch)))
+        changes = rows_changes(specs, flat.tensors, rows, batch, None, where)
         for path, value in flat.values.items():
             at = first_dim_rows(path, rows, frame, where)
-            changes.append(value_patch(path, value, at, frame.batch[0], handle.allow_pickle, where))
+            each = per_row(value, len(rows.shape) if rows.depth else 1, len(at), path, where)
+            changes.append(value_patch(path, each, at, frame.batch[0], handle.allow_pickle, where))
         return Edit(changes)
 
 

@@ -18,7 +18,7 @@ from tdio.store._keys import _Index
 from tdio.store.element import element_shape, replaced, writing_part
 from tdio.store.handle import Edit, Handle
 from tdio.store.shape import Frame
-from tdio.store.writer import Flat, flatten, number_as, rows_changes, value_patch
+from tdio.store.writer import Flat, flatten, number_as, one_value, rows_changes, value_patch
 from tdio.wire.changes import PutRows
 from tdio.wire.requests import Operation
 
@@ -84,7 +84,7 @@ def writing_elements(
         changes += rows_changes(specs, whole, rows, info.batch, info.stack, where)
     at = np.asarray(positions, np.int64)
     for path in flats[0].values if flats else ():
-        each = ([flat.values[path][0] for flat in flats], 1)
+        each = [one_value(*flat.values[path], path, where) for flat in flats]
         changes.append(value_patch(path, each, at, info.count, handle.allow_pickle, where))
     return Edit(changes)
 

@@ -5,7 +5,7 @@ Functions that return an ``Operation`` do no I/O; ``read`` and ``read_elements``
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from tdio.layout.values import decode_value
 from tdio.store.handle import Contended, Handle, Plan
 from tdio.store.placing import check_held, feature, on_device, plan_leaves, reads_into
 from tdio.store.shape import Frame, levels_at
-from tdio.wire.reading import Spec
+from tdio.wire.reading import Spec, StoreInfo
 from tdio.wire.requests import Operation
 
 #: Result of a read: a TensorDict, or a lazy stack where entries are ragged.
@@ -30,12 +30,14 @@ Batch = TensorDict | LazyStackedTensorDict
 
 def read(
     handle: Handle,
-    paths: Sequence[str],
+    paths: Sequence[str] | None,
     index: Any,
     device: torch.device | None = None,
     prefix: str = "",
 ) -> Batch:
     """Read ``store[index]`` of the leaves ``paths``, all under the level ``prefix``.
+
+    ``paths`` of None are those that the level has when it is read.
 
     One round trip once the metadata is known. A homogeneous batch is one storage of which the
     leaves are views; with ragged entries the result is a lazy stack of elements (a TensorDict
@@ -52,13 +54,13 @@ def read(
 
 def reading(
     handle: Handle,
-    paths: Sequence[str],
+    paths: Sequence[str] | None,
     index: Any,
     device: torch.device | None = None,
     prefix: str = "",
 ) -> Operation[Batch]:
     """The operation of ``read``."""
-    specs = yield from handle.load(paths)
+    specs = yield from handle.load(handle.under(prefix) if paths is None else paths)
     frame = Frame.of(handle.info, prefix)
     items = normalise(index, len(frame.batch))
     if any(isinstance(spec, LeafSpec) and spec.ragged for spec in specs.values()):
@@ -66,7 +68,7 @@ def reading(
     rows = select(frame.batch, items)
     plan = partial(_planning, handle, paths, device=device, prefix=prefix)
     try:
-        return (yield from handle.fetch(lambda: plan(rows, items)))
+        return (yield from handle.fetch(lambda: plan(None, items)))
     except _BecameRagged:
         return (yield from _ragged(handle, paths, items, device, prefix))
     except Contended:
@@ -95,30 +97,45 @@ def reading_leaf(
     """
     prefix, _, name = path.rpartition(".")
     (spec,) = (yield from handle.load((path,))).values()
-    if not isinstance(spec, LeafSpec) or spec.ragged:
-        out = yield from reading(handle, (path,), index, device, prefix)
-        return out._get_str(name, None)
-    frame = Frame.of(handle.info, prefix)
-    rows = select(frame.batch, normalise(index, len(frame.batch)))
-    try:
-        return (yield from handle.fetch(partial(_planning_leaf, handle, path, rows, frame, device)))
-    except (_BecameRagged, Contended):
-        out = yield from reading(handle, (path,), index, device, prefix)
-        return out._get_str(name, None)
+    if isinstance(spec, LeafSpec) and not spec.ragged:
+        try:
+            return (yield from handle.fetch(partial(_planning_leaf, handle, path, index, device)))
+        except (_BecameRagged, Contended):
+            pass
+    if isinstance(spec, LeafSpec):
+        out = yield from reading(handle, (path,), (), device, prefix)
+        leaf = out._get_str(name, None)
+        return leaf if isinstance(index, tuple) and not index else leaf[index]
+    out = yield from reading(handle, (path,), index, device, prefix)
+    return out._get_str(name, None)
+
+
+def indexed(info: StoreInfo, specs: Mapping[str, Spec], index: Any) -> tuple[int, ...]:
+    """Return the shape that the index of a write is applied to: of a level, or of one leaf."""
+    for spec in specs.values():
+        if index.leaf and isinstance(spec, LeafSpec):
+            return leaf_shape(info, spec)
+    batch: tuple[int, ...] = index.frame.batch
+    return batch
+
+
+def leaf_shape(info: StoreInfo, spec: LeafSpec) -> tuple[int, ...]:
+    """Return the shape of a homogeneous leaf, in the layout of the batch."""
+    return (*info.batch, *feature(spec, info.batch))
 
 
 def _planning_leaf(
-    handle: Handle, path: str, rows: Rows, frame: Frame, device: torch.device | None
+    handle: Handle, path: str, index: Any, device: torch.device | None
 ) -> Operation[Plan]:
     (spec,) = (yield from handle.load((path,))).values()
     if not isinstance(spec, LeafSpec) or spec.ragged:
         raise _BecameRagged
-    batch = frame.batch
-    shape = (*rows.shape, *batch[rows.depth :], *spec.shape[len(batch) :])
-    slots, nbytes = pack([(spec.dtype, shape)])
+    whole = leaf_shape(handle.info, spec)
+    rows = select(whole, normalise(index, len(whole)))
+    slots, nbytes = pack([(spec.dtype, (*rows.shape, *whole[rows.depth :]))])
     yield from check_held(handle, [spec], nbytes)
     storage = allocate(nbytes)
-    plans = plan_leaves([spec], rows, batch, handle.info.stack)
+    plans = plan_leaves([spec], rows, whole, handle.info.stack)
     reads, place = reads_into(handle, [spec], plans, slots, storage)
 
     def finish(blobs: list[bytes | None]) -> torch.Tensor:
@@ -135,20 +152,23 @@ class _BecameRagged(Exception):
 
 def _planning(
     handle: Handle,
-    paths: Sequence[str],
-    rows: Rows,
+    paths: Sequence[str] | None,
+    rows: Rows | None,
     items: tuple[Any, ...] | None,
     device: torch.device | None,
     prefix: str,
 ) -> Operation[Plan]:
-    """Plan the rows of entries that are all homogeneous."""
-    specs = yield from handle.load(paths)
+    """Plan ``rows`` of entries that are all homogeneous, or those that ``items`` selects."""
+    specs = yield from handle.load(handle.under(prefix) if paths is None else paths)
     info = handle.info
     tensors = [spec for spec in specs.values() if isinstance(spec, LeafSpec)]
     values = [spec for spec in specs.values() if not isinstance(spec, LeafSpec)]
     if any(spec.ragged for spec in tensors):
         raise _BecameRagged
     frame = Frame.of(info, prefix)
+    if rows is None:
+        rows = select(frame.batch, items or ())
+    chosen = rows
     batch = (*rows.shape, *frame.batch[rows.depth :])
     slots, nbytes = pack([(s.dtype, (*batch, *s.shape[len(frame.batch) :])) for s in tensors])
     yield from check_held(handle, tensors, nbytes)
@@ -162,10 +182,10 @@ def _planning(
         cut = len(prefix) + 1 if prefix else 0
         placed = {spec.path[cut:]: slot for spec, slot in zip(tensors, slots, strict=True)}
         flat = {
-            spec.path[cut:]: _value_at(handle, spec, blob, frame, rows, items)
+            spec.path[cut:]: _value_at(handle, spec, blob, frame, chosen, items)
             for spec, blob in zip(values, blobs, strict=True)
         }
-        levels = levels_at(info, frame, rows, items)
+        levels = levels_at(info, frame, chosen, items)
         return consolidated(target, placed, batch, device, values=flat, levels=levels)
 
     return Plan(reads, [spec.path for spec in values], finish)
@@ -204,7 +224,7 @@ def _decode(handle: Handle, spec: Spec, blob: bytes | None) -> tuple[Any, int]:
 
 def read_elements(
     handle: Handle,
-    paths: Sequence[str],
+    paths: Sequence[str] | None,
     positions: Int64Array,
     device: torch.device | None = None,
     prefix: str = "",
@@ -218,7 +238,7 @@ def read_elements(
 
 def reading_elements(
     handle: Handle,
-    paths: Sequence[str],
+    paths: Sequence[str] | None,
     positions: Int64Array,
     device: torch.device | None = None,
     prefix: str = "",
@@ -238,12 +258,12 @@ def reading_elements(
 
 def _planning_elements(
     handle: Handle,
-    paths: Sequence[str],
+    paths: Sequence[str] | None,
     positions: Int64Array,
     device: torch.device | None,
     prefix: str,
 ) -> Operation[Plan]:
-    specs = yield from handle.load(paths)
+    specs = yield from handle.load(handle.under(prefix) if paths is None else paths)
     info = handle.info
     assert info.stack is not None
     tensors = [spec for spec in specs.values() if isinstance(spec, LeafSpec)]
@@ -292,38 +312,40 @@ def _planning_elements(
 
 def _ragged(
     handle: Handle,
-    paths: Sequence[str],
+    paths: Sequence[str] | None,
     items: tuple[Any, ...],
     device: torch.device | None,
     prefix: str,
 ) -> Operation[Batch]:
     info = handle.info
     assert info.stack is not None
+    frame = Frame.of(info, prefix)
+    select(frame.batch, items)  # raises for a bad index before torch does
     at, item = _stack_item(items, info.stack)
-    if at is None:
-        elements = yield from reading_elements(handle, paths, np.arange(info.count), device, prefix)
-        whole = _stacked(elements, info.stack, info)
-        if not items:
-            return whole
-        select(info.batch, items)  # raises for a bad index before torch does
-        return whole[items]
-    rows = select((info.count,), (item,))
-    if len(items) > 1 or at:
-        select(info.batch, items)
-    direct = len(items) == 1 and at == 0 and len(rows.shape) == 1
-    # Each element of a batch has bytes of its own, also where an index repeats.
-    distinct, inverse = (
-        (rows.positions, None) if direct else np.unique(rows.positions, return_inverse=True)
-    )
-    if not len(distinct):
-        specs = yield from handle.load(paths)
-        return _empty_batch(list(specs.values()), info.inner, device, prefix)
-    elements = yield from reading_elements(handle, paths, distinct, device, prefix)
-    if inverse is None:
-        return _stacked(elements, 0, info)
-    local = torch.from_numpy(inverse.reshape(rows.shape))
-    inner = (*items[:at], local if local.ndim else int(local), *items[at + 1 :])
-    return _stacked(elements, info.stack, info)[inner]
+    if at is None or item == slice(None):
+        positions = np.arange(info.count)
+        local: Any = slice(None)
+    else:
+        rows = select((info.count,), (item,))
+        if isinstance(item, slice):
+            # In the slice's own order; what indexes other dims keeps its meaning beside a slice.
+            positions, local = rows.positions, slice(None)
+        elif len(items) == 1 and len(rows.shape) == 1:
+            # Each element of a batch has bytes of its own, also where an index repeats.
+            positions, local = rows.positions, slice(None)
+        else:
+            positions, inverse = np.unique(rows.positions, return_inverse=True)
+            local = torch.from_numpy(inverse.reshape(rows.shape))
+            local = local if local.ndim else int(local)
+    inner = items if at is None else (*items[:at], local, *items[at + 1 :])
+    if all(isinstance(part, slice) and part == slice(None) for part in inner):
+        inner = ()
+    if not len(positions):
+        empty = yield from _empty_stack(handle, paths, device, prefix)
+        return empty[inner] if inner else empty
+    elements = yield from reading_elements(handle, paths, positions, device, prefix)
+    stack = _stacked(elements, info.stack, info)
+    return stack[inner] if inner else stack
 
 
 def _stacked(elements: list[TensorDict], dim: int, info: Any) -> LazyStackedTensorDict:
@@ -332,18 +354,24 @@ def _stacked(elements: list[TensorDict], dim: int, info: Any) -> LazyStackedTens
     return LazyStackedTensorDict(*elements, stack_dim=dim, stack_dim_name=name)
 
 
-def _empty_batch(
-    specs: list[Spec], inner: tuple[int, ...], device: torch.device | None, prefix: str
-) -> TensorDict:
-    """Return the batch of no elements: ragged dims become 0."""
-    flat = {}
+def _empty_stack(
+    handle: Handle, paths: Sequence[str] | None, device: torch.device | None, prefix: str
+) -> Operation[TensorDict]:
+    """Return the stack of no elements, dense: ragged dims become 0."""
+    specs = yield from handle.load(handle.under(prefix) if paths is None else paths)
+    info, flat = handle.info, {}
+    frame = Frame.of(info, prefix)
+    assert info.stack is not None
+    batch = (*frame.batch[: info.stack], 0, *frame.batch[info.stack + 1 :])
     cut = len(prefix) + 1 if prefix else 0
-    for spec in specs:
+    for spec in specs.values():
         if isinstance(spec, LeafSpec):
-            below = spec.shape[len(inner) + 1 :]
-            shape = (0, *inner, *(0 if spec.ragged else n for n in below))
+            below = spec.shape[len(frame.batch) :]
+            shape = (*batch, *(0 if spec.ragged else n for n in below))
             flat[spec.path[cut:]] = torch.empty(shape, dtype=spec.dtype, device=device)
-    return build(flat, (0, *inner), device)
+        else:
+            flat[spec.path[cut:]] = value_entry([], 1, batch)
+    return build(flat, batch, device)
 
 
 def _stack_item(items: tuple[Any, ...], stack: int) -> tuple[int | None, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 from tdio._td import TensorDict
 from tdio.layout.index import Rows
 from tdio.layout.levels import Level
+from tdio.layout.paths import parents
 from tdio.wire.reading import StoreInfo
 
 
@@ -38,7 +39,7 @@ class Frame:
 
 def _extra(info: StoreInfo, prefix: str) -> tuple[int, ...]:
     """Return the batch dims that a nested level has beyond those of the root."""
-    level = info.levels.get(prefix) if prefix else None
+    level = nearest(info, prefix)
     if level is None:
         return ()
     extra = level.batch[len(info.nested) :]
@@ -46,9 +47,17 @@ def _extra(info: StoreInfo, prefix: str) -> tuple[int, ...]:
     return extra[: extra.index(-1)] if -1 in extra else extra
 
 
+def nearest(info: StoreInfo, prefix: str) -> Level | None:
+    """Return what is stored of a level, or of the nearest nested one above it: it inherits."""
+    for path in reversed([*parents(prefix), prefix] if prefix else []):
+        if path in info.levels:
+            return info.levels[path]
+    return None
+
+
 def names_of(info: StoreInfo, frame: Frame) -> list[str | None] | None:
     """Return the names of the dims of a level, or None where it has none."""
-    level = info.levels.get(frame.prefix)
+    level = nearest(info, frame.prefix) if frame.prefix else info.levels.get("")
     if level is None or not level.names:
         return None
     names = list(level.names)

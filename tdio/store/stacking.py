@@ -8,7 +8,7 @@ from typing import Any
 
 from tdio._td import TensorDictBase
 from tdio.layout.levels import Level
-from tdio.store.writer import Flat, check_leaves, flatten
+from tdio.store.writer import Flat, check_leaves, flatten, one_value
 from tdio.wire.reading import StoreInfo
 
 
@@ -65,7 +65,7 @@ def columns_of(elements: Sequence[TensorDictBase], root: Sequence[int] | None = 
         for path, column in columns.tensors.items():
             column.append(flat.tensors[path])
         for path, values in columns.values.items():
-            values.append(flat.values[path][0])
+            values.append(one_value(*flat.values[path], path, where))
         if flat.levels != columns.nested:
             columns.nested = _merged(columns.nested, flat.levels)
     return columns

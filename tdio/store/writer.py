@@ -80,26 +80,27 @@ class Flat:
         )
 
 
-def flatten(td: Any, root: Sequence[int] | None = None) -> Flat:
+def flatten(td: Any, root: Sequence[int] | None = None, *, root_kind: bool = False) -> Flat:
     """Return a tensordict or tensorclass by path.
 
     Args:
         td: what to take apart.
         root: the batch size that is the default for its levels; None takes that of ``td``.
+        root_kind: note the class of ``td`` itself, which is to be a nested level.
 
     Raises:
         UnsupportedValue: a leaf of another kind, or a key that would not round-trip.
     """
     flat = Flat()
-    _flatten(td, "", tuple(td.batch_size if root is None else root), flat)
+    _flatten(td, "", tuple(td.batch_size if root is None else root), flat, root_kind)
     return flat
 
 
-def _flatten(td: Any, path: str, root: tuple[int, ...], flat: Flat) -> None:
+def _flatten(td: Any, path: str, root: tuple[int, ...], flat: Flat, with_kind: bool) -> None:
     kind = type(td)
     if _is_tensorclass(kind):
         td = td._tensordict
-    name = f"{kind.__module__}.{kind.__qualname__}" if _is_tensorclass(kind) and path else ""
+    name = f"{kind.__module__}.{kind.__qualname__}" if _is_tensorclass(kind) and with_kind else ""
     names = tuple(td.names) if td._has_names() else ()
     keys = list(td.keys())
     if names or name or tuple(td.batch_size) != root or (path and not keys):
@@ -112,7 +113,7 @@ def _flatten(td: Any, path: str, root: tuple[int, ...], flat: Flat) -> None:
         elif is_non_tensor(value):
             flat.values[below] = value_of(value)
         elif is_tensor_collection(value) and not isinstance(value, UnbatchedTensor):
-            _flatten(value, below, root, flat)
+            _flatten(value, below, root, flat, True)
         else:
             raise UnsupportedValue(
                 f"the entry {below!r} is a {type(value).__name__}, which cannot be stored: store "
@@ -358,21 +359,58 @@ def first_dim_rows(path: str, rows: Rows, frame: Frame, where: str) -> Int64Arra
     return rows.positions if rows.depth else np.arange(frame.batch[0])
 
 
+def one_value(value: Any, dims: int, path: str, where: str) -> Any:
+    """Return the one value that nested lists ``dims`` deep hold.
+
+    Raises:
+        UnsupportedValue: they hold several.
+    """
+    flat = [value]
+    for _ in range(dims):
+        flat = [item for row in flat for item in row]
+    if len({repr(item) for item in flat}) > 1:
+        raise UnsupportedValue(
+            f"{where}: the entry {path!r} has one value for each row of dim 0 (each element of a "
+            "stack); several below it cannot be stored. Store them as one list"
+        )
+    return flat[0] if flat else None
+
+
+def per_row(value: tuple[Any, int], rank: int, count: int, path: str, where: str) -> list[Any]:
+    """Return a value for each of ``count`` rows.
+
+    Args:
+        value: one value for all, or lists nested as deep as the number that stands beside them.
+        rank: how many dims the rows have in the result of the index.
+        count: how many rows there are.
+        path: names the entry in errors.
+        where: names the store in errors.
+
+    Raises:
+        EntryMismatch: another number of values.
+    """
+    given, dims = value
+    if not dims:
+        return [given] * count
+    rows = [given]
+    for _ in range(min(dims, rank)):
+        rows = [item for row in rows for item in row]
+    if dims > rank:
+        rows = [one_value(row, dims - rank, path, where) for row in rows]
+    if len(rows) != count:
+        raise EntryMismatch(f"{where}: {len(rows)} values for {count} rows of the entry {path!r}")
+    return rows
+
+
 def value_patch(
     path: str,
-    value: tuple[Any, int],
+    each: list[Any],
     positions: Int64Array,
     count: int,
     allow_pickle: bool,
     where: str,
 ) -> Patch:
-    """Return the write of one non-tensor value, or one for each, at some of ``count`` rows."""
-    given, dims = value
-    each = given if dims else [given] * len(positions)
-    if len(each) != len(positions):
-        raise EntryMismatch(
-            f"{where}: {len(each)} values for {len(positions)} rows of the entry {path!r}"
-        )
+    """Return the write of a non-tensor value for each of some of ``count`` rows."""
 
     def patch(now: Spec, blob: bytes) -> PutValue:
         if not isinstance(now, ValueSpec):

@@ -271,10 +271,15 @@ class Patch(Change):
 def look_at(names: Names, changes: Sequence[Change]) -> tuple[Commands, list[int]]:
     """Return the round trip that watches and looks, and how many replies each change gets.
 
-    Its first reply is that of WATCH, then come the schema token and whose turn it is.
+    Its first reply is that of WATCH, then come the schema token, whose turn it is, and whether
+    the store is there.
     """
     keys = [names.schema]
-    items: Items = [("GETRANGE", names.schema, 0, 2 * TOKEN_BYTES - 1), ("GET", names.turn)]
+    items: Items = [
+        ("GETRANGE", names.schema, 0, 2 * TOKEN_BYTES - 1),
+        ("GET", names.turn),
+        ("EXISTS", names.key("__batch_size__"), names.key("__type__")),
+    ]
     counts = []
     for change in changes:
         if change.watches:
