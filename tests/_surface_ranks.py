@@ -127,6 +127,7 @@ def compare(name: str, kind: str, rank: int, conn: dict[str, Any]) -> str:
     except AssertionError as difference:
         return f"differs: {difference}"
     finally:
+        dist.barrier()  # what the other rank got may still be read
         if store is not None:
             store.clear_redis()
             store.close()
