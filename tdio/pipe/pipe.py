@@ -208,8 +208,8 @@ class TensorDictPipe(Channel):
             PipeTimeout: the other end did not read for ``timeout`` seconds.
             PipeClosed: this end is closed.
         """
-        self._check_send()
         if self._key is not None:
+            self._check_send()
             await self._authenticate_async(self._timeout_s)
         await self._send_turn.acquire_async(self._timeout_s, "asend()")
         try:
@@ -232,8 +232,8 @@ class TensorDictPipe(Channel):
             EventLoopRunning: called inside a running event loop.
         """
         refuse_in_loop("pipe.send()", "await pipe.asend()")
-        self._check_send()
         if self._key is not None:
+            self._check_send()
             self._authenticate(self._timeout_s)
         self._send_turn.acquire(self._timeout_s, "send()")
         try:
@@ -278,8 +278,8 @@ class TensorDictPipe(Channel):
             PipeTimeout: nothing came for ``timeout`` seconds.
             PipeClosed: this end is closed.
         """
-        self._check_open()
         if self._key is not None:
+            self._check_open()
             await self._authenticate_async(self._timeout_s)
         await self._recv_turn.acquire_async(self._timeout_s, "arecv()")
         try:
@@ -310,8 +310,8 @@ class TensorDictPipe(Channel):
             EventLoopRunning: called inside a running event loop.
         """
         refuse_in_loop("pipe.recv()", "await pipe.arecv()")
-        self._check_open()
         if self._key is not None:
+            self._check_open()
             self._authenticate(self._timeout_s)
         self._recv_turn.acquire(self._timeout_s, "recv()")
         try:

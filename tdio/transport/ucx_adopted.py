@@ -16,7 +16,6 @@ from tdio.transport.ucx_worker import SPIN_S, check_fork, timed_out
 
 #: The longest sleep between two looks: ucxx may take the events of its worker for itself.
 _SLEEP_S = 4e-3
-ERR_CONNECTION_RESET = -25
 #: Transfers that UCX had not given up when their endpoint was closed: their buffers stay.
 _kept: list[UcxTransfer] = []
 
@@ -82,7 +81,7 @@ class AdoptedEndpoint(UcxEndpoint):
     def __init__(self, endpoint: Any):
         worker: Any = _UcxxWorker(endpoint.ucp_worker)
         name = f"ucxx endpoint {endpoint.uid:#x}"
-        super().__init__(worker, endpoint.ucp_endpoint, 0, name, None)
+        super().__init__(worker, endpoint.ucp_endpoint, lib.Mark(0), name, None)
         self._ucxx = endpoint
         mine, theirs = endpoint._tags["msg_recv"], endpoint._tags["msg_send"]
         # ucxx drew a random tag for this end, so the peer takes it for ucxx, and rightly so.
@@ -90,7 +89,7 @@ class AdoptedEndpoint(UcxEndpoint):
 
     def failure(self) -> int | None:
         """The error code of a connection that ucxx knows to be closed."""
-        return ERR_CONNECTION_RESET if self._ucxx.closed else None
+        return lib.ERR_CONNECTION_RESET if self._ucxx.closed else None
 
     def close(self) -> None:
         """Close ucxx's endpoint; buffers of receives that UCX does not give up are kept."""

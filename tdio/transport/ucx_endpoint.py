@@ -12,7 +12,7 @@ import torch
 from tdio.errors import PeerLost, PipeClosed, ProtocolError
 from tdio.transport import ucx_lib as lib
 from tdio.transport.endpoint import Endpoint, Transfer
-from tdio.transport.ucx_worker import Worker, check_fork, failure, forget, lost
+from tdio.transport.ucx_worker import Worker, check_fork, lost
 
 T = TypeVar("T")
 #: How long ``close`` drives UCX to get the word out that it closes, in seconds.
@@ -96,7 +96,7 @@ class UcxTransfer(Transfer):
                 f"{endpoint.name}: a message is longer than the buffer for it, {self.nbytes} bytes"
             )
         else:
-            self.error = lost(endpoint.api, endpoint.name, endpoint.failure() or status)
+            self.error = lost(endpoint.api, endpoint.name, status)
 
     @property
     def done(self) -> bool:
@@ -168,13 +168,15 @@ class UcxEndpoint(Endpoint):
     Args:
         worker: what drives it; the endpoint owns it.
         handle: UCX's endpoint.
-        key: under which UCX reports its failure.
+        mark: what UCX sets when it gives the connection up.
     """
 
-    def __init__(self, worker: Worker, handle: int, key: int, name: str, accepted: bool | None):
+    def __init__(
+        self, worker: Worker, handle: int, mark: lib.Mark, name: str, accepted: bool | None
+    ):
         self._worker: Worker | None = worker
         self._handle = handle
-        self._key = key
+        self._mark = mark
         self.name = name
         self.accepted = accepted
         self.api = api = worker.api
@@ -211,7 +213,7 @@ class UcxEndpoint(Endpoint):
 
     def failure(self) -> int | None:
         """The error code under which UCX gave the connection up, if it has."""
-        return failure(self._key)
+        return lib.ERR_CONNECTION_RESET if self._mark.value else None
 
     def keep(self, thing: T) -> T:
         """Keep alive what UCX holds a pointer to, as long as the endpoint."""
@@ -353,7 +355,6 @@ class UcxEndpoint(Endpoint):
         worker.close()
         for transfer in list(self.pending):
             transfer.abandon(PipeClosed(f"{self.name}: this end was closed during the transfer"))
-        forget(self._key)
 
     def __del__(self) -> None:
         if getattr(self, "_worker", None) is not None:

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from tdio.errors import PeerLost, ProtocolError
 from tdio.transport import ucx_lib as lib
 from tdio.transport.ucx_endpoint import UcxEndpoint
-from tdio.transport.ucx_worker import Worker, new_error_key
+from tdio.transport.ucx_worker import Worker
 
 T = TypeVar("T")
 #: The upper half of tdio's tags; the lowest bit is left for the channel.
@@ -81,11 +81,11 @@ async def drive_async(steps: Steps[T]) -> T:
 
 def new_endpoint(worker: Worker, name: str, accepted: bool, mask: int, **fields: Any) -> Any:
     """An endpoint on a worker that it then owns, or UCX's error code."""
-    key, handler = new_error_key()
+    mark = lib.Mark(0)
     params = lib.EpParams(
         mask=mask | lib.EP_ERROR_MODE | lib.EP_ERROR_HANDLER,
         error_mode=lib.ERRORS_OF_PEER,
-        error_handler=handler,
+        error_handler=lib.marking(mark),
         **fields,
     )
     handle = c.c_void_p()
@@ -93,7 +93,7 @@ def new_endpoint(worker: Worker, name: str, accepted: bool, mask: int, **fields:
     if status != lib.OK:
         worker.close()
         return status
-    return UcxEndpoint(worker, handle.value or 0, key, name, accepted)
+    return UcxEndpoint(worker, handle.value or 0, mark, name, accepted)
 
 
 def handshake(endpoint: UcxEndpoint, timeout_s: float) -> Steps[UcxEndpoint]:
@@ -157,7 +157,7 @@ def _finished(endpoint: UcxEndpoint, request: int) -> Callable[[], bool]:
 
 
 def _gone(endpoint: UcxEndpoint, status: int) -> PeerLost:
-    why = endpoint.api.text(endpoint.failure() or status)
+    why = endpoint.api.text(status)
     return PeerLost(f"{endpoint.name}: the peer went away during the handshake ({why})")
 
 

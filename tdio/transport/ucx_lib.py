@@ -26,6 +26,7 @@ FIRST_ERROR = (1 << 64) - 100
 ERR_BUSY = -15
 ERR_MESSAGE_TRUNCATED = -9
 ERR_REJECTED = -23
+ERR_CONNECTION_RESET = -25
 
 HOST_MEMORY, CUDA_MEMORY = 0, 1
 OP_FLAGS, OP_MEMORY_TYPE, OP_RECV_INFO = 1 << 4, 1 << 6, 1 << 7
@@ -123,7 +124,8 @@ class ListenerAttr(c.Structure):
     _fields_ = (("mask", c.c_uint64), ("sockaddr", c.c_char * _SOCKADDR_BYTES))
 
 
-ErrorCallback = c.CFUNCTYPE(None, c.c_void_p, c.c_void_p, c.c_int8)
+#: What UCX writes to when it gives an endpoint up: 0 before, then when that was.
+Mark = c.c_int64
 ConnCallback = c.CFUNCTYPE(None, c.c_void_p, c.c_void_p)
 
 _P, _N, _T = c.c_void_p, c.c_size_t, c.c_uint64
@@ -166,6 +168,16 @@ class Ucp:
     def text(self, status: int) -> str:
         """What an error code means."""
         return str(self._status_string(status).decode())
+
+
+def marking(mark: Mark) -> Handler:
+    """The error handler of an endpoint, which sets ``mark``; that must outlive the endpoint.
+
+    It is libc's ``time(&mark)``, no Python: UCX holds a lock while it calls the handler, and a
+    handler in Python may hand the interpreter to a thread that then waits for that lock for ever.
+    """
+    time = c.cast(c.CDLL(None).time, c.c_void_p)
+    return Handler(time, c.addressof(mark))
 
 
 @functools.cache

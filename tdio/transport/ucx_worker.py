@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes as c
-import itertools
 import os
 import select
 import socket
@@ -59,33 +58,8 @@ SLICES_S = (1e-3, 0.1)
 #: A coroutine that never has to wait lets others run this often, in seconds.
 YIELD_S = 2e-3
 
-#: Errors of endpoints, by the key that was given to UCX with the callback.
-_failed: dict[int, int] = {}
-_keys = itertools.count(1)
 _workers: weakref.WeakSet[Worker] = weakref.WeakSet()
 _used = _forked = False
-
-
-#: UCX calls it inside ``progress``, in the thread that drives the worker.
-_on_error = lib.ErrorCallback(
-    lambda key, endpoint, status: _failed.setdefault(key, status) and None
-)
-
-
-def new_error_key() -> tuple[int, lib.Handler]:
-    """A key for ``failure``, and the handler that tells UCX to report under it."""
-    key = next(_keys)
-    return key, lib.Handler(c.cast(_on_error, c.c_void_p), key)
-
-
-def failure(key: int) -> int | None:
-    """The error code under which UCX gave the endpoint of this key up, if it has."""
-    return _failed.get(key)
-
-
-def forget(key: int) -> None:
-    """Drop a key whose endpoint is closed."""
-    _failed.pop(key, None)
 
 
 def _after_fork_in_child() -> None:
