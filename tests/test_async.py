@@ -48,7 +48,9 @@ def test_reads(store):
 def test_many_at_once(store):
     async def work():
         reads = [store.aread([i, (i * 7) % 10]) for i in range(10) for _ in range(5)]
-        for i, got in zip([i for i in range(10) for _ in range(5)], await asyncio.gather(*reads)):
+        for i, got in zip(
+            [i for i in range(10) for _ in range(5)], await asyncio.gather(*reads), strict=True
+        ):
             assert torch.equal(got["x"], data()["x"][[i, (i * 7) % 10]])
 
     asyncio.run(work())

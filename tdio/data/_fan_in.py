@@ -256,7 +256,7 @@ def _whole(td: Any) -> tuple[Any, int]:
     return td, sum(leaf.nbytes for leaf in leaves)
 
 
-def _leaves(td: Any) -> Iterator[torch.Tensor]:
+def _leaves(td: Any) -> Iterator[Any]:
     # A lazy stack's own values() stacks members, which may differ in shape.
     values = td.tensordicts if isinstance(td, LazyStackedTensorDict) else td.values()
     for value in values:

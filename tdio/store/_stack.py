@@ -199,7 +199,7 @@ class StoredStack(Stored):
                 continue
             if inplace:
                 value = into_entry(value, specs[path])
-            check_batch(path, value, self._frame(path.rpartition(".")[0]).batch, handle.location)
+            check_batch(path, value, self._batch_above(flat, path), handle.location)
             put = upload_tensor(path, value)
             # With the stack dim in front both layouts are the same.
             puts.append(replace(put, spec=replace(put.spec, stack_first=self.stack_dim == 0)))

@@ -130,9 +130,23 @@ class StoredWrites(StoredReads):
 
     def _replacing(self, path: str, flat: Flat) -> Operation[Edit]:
         """Write what is at ``path`` anew: what was there and is not in ``flat`` goes."""
+        flat.replaces = path
         edit = yield from self._putting(flat, False)
         drops = self._drops(self._under(path) - flat.paths)
         return Edit([*edit.changes, *drops], {**self._no_levels(path), **edit.levels})
+
+    def _batch_above(self, flat: Flat, path: str) -> tuple[int, ...]:
+        """Return the batch size of the level that will hold an entry of ``flat``."""
+        parent, top = path.rpartition(".")[0], flat.replaces
+        if top is None or not (parent == top or parent.startswith(top + ".")):
+            return self._frame(parent).batch
+        base = self._frame(top.rpartition(".")[0]).batch
+        extra: tuple[int, ...] = ()
+        for above in (*parents(parent), parent):
+            if above in flat.levels:
+                base = self._frame("").batch
+                extra = flat.levels[above].batch[len(self._handle.info.nested) :]
+        return (*base, *(extra[: extra.index(-1)] if -1 in extra else extra))
 
     def _take_over(self, local: Any, before: Flat | None = None) -> None:
         """Write what a changed copy of this level holds, but for the leaves that are as before."""

@@ -321,7 +321,7 @@ class TensorDictStore(Stored):
             specs = yield from handle.load(tensors)
             tensors = {path: into_entry(value, specs[path]) for path, value in tensors.items()}
         for path, value in tensors.items():
-            check_batch(path, value, self._frame(path.rpartition(".")[0]).batch, handle.location)
+            check_batch(path, value, self._batch_above(flat, path), handle.location)
         whole = Flat(tensors, flat.values, flat.levels)
         options: Any = {"allow_pickle": handle.allow_pickle, "where": str(handle.location)}
         return Edit(puts_of(whole, **options), flat.levels)

@@ -58,11 +58,13 @@ class Flat:
         tensors: the tensor leaves.
         values: the non-tensor entries: value, and how many batch dims it spells out.
         levels: the levels that are not the default: names, other batch sizes, classes, empty.
+        replaces: the path of a level that goes as a whole for what is here, or None.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     values: dict[str, tuple[Any, int]] = field(default_factory=dict)
     levels: dict[str, Level] = field(default_factory=dict)
+    replaces: str | None = None
 
     @property
     def paths(self) -> set[str]:
