@@ -40,7 +40,7 @@ class Rows:
 
 def as_int(index: Any) -> Any:
     """Return an int for what selects like one (``np.int64(3)``, a 0-d tensor), else the index."""
-    if isinstance(index, (bool, np.bool_)) or isinstance(index, (list, tuple, str, slice)):
+    if isinstance(index, (bool, np.bool_, list, tuple, str, slice)):
         return index
     if isinstance(index, torch.Tensor) and (index.ndim or index.dtype == torch.bool):
         return index
