@@ -1,0 +1,275 @@
+"""Corners of the stores where a wrong row, a lost value or a stale one could hide."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from tensordict import NonTensorStack, TensorDict, lazy_stack, tensorclass
+
+from tdio import LazyStackedTensorDictStore, TensorDictStore, delete_store, errors, open_store
+
+
+@tensorclass
+class Point:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+def point(n):
+    return Point(x=torch.ones(n), y=torch.zeros(n), batch_size=[n])
+
+
+def stored(local, conn):
+    """Return a store and a second handle on it."""
+    one = TensorDictStore.from_tensordict(local, **conn)
+    return one, open_store(td_id=one.td_id, **conn)
+
+
+def stack(lengths=(2, 1, 3), inner=2):
+    return lazy_stack(
+        [
+            TensorDict(x=torch.arange(inner * n).view(inner, n) + 10 * i, batch_size=[inner])
+            for i, n in enumerate(lengths)
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        (slice(0, 2), [0, 1]),
+        (slice(None, None, 2), torch.tensor([1])),
+        (slice(0, 2), torch.tensor([True, False])),
+        ([0, 2], [1, 0]),
+        ([], 0),
+        (slice(0, 0), [1, 0]),
+        (None, slice(0, 0)),
+        (slice(1, None), None),
+    ],
+    ids=repr,
+)
+def test_a_ragged_stack_indexed_on_several_dims(conn, index):
+    equal = stack((2, 2, 2))
+    _, two = stored(stack(), conn)
+    want = equal[index].batch_size
+    assert two[index].batch_size == want
+    local = stack()
+    if want.numel():
+        got, expected = two[index], local[index]
+        flat = [t["x"].tolist() for t in got.reshape(-1).unbind(0)] if want else None
+        assert flat == [t["x"].tolist() for t in expected.reshape(-1).unbind(0)]
+
+
+@pytest.mark.parametrize(
+    "index",
+    [(..., 0), (0, 1), (slice(None), 2), ([0, 1], [1, 2]), (..., slice(0, 2)), np.array(1), -1],
+    ids=repr,
+)
+def test_an_entry_is_indexed_below_the_batch_dims(conn, index):
+    local = TensorDict(x=torch.arange(15).view(3, 5), batch_size=[3])
+    one, two = stored(local, conn)
+    assert torch.equal(two.get_at("x", index), local["x"][index])
+    one.set_at_("x", -7, index)
+    local["x"][index] = -7
+    assert torch.equal(two["x"], local["x"])
+
+
+def test_text_in_elements_with_a_batch_size(conn):
+    local = lazy_stack(
+        [TensorDict(x=torch.zeros(2, 1), t=f"v{i}", batch_size=[2]) for i in range(3)]
+    )
+    one, two = stored(local, conn)
+    for write in (lambda: one.update(two.to_tensordict()), lambda: one.__setitem__("t", one["t"])):
+        write()
+        assert two["t"] == local["t"]
+        assert two[1]["t"] == "v1"
+    several = lazy_stack([TensorDict(t=NonTensorStack("a", "b"), batch_size=[2])])
+    with pytest.raises(errors.UnsupportedValue, match="several below it"):
+        TensorDictStore.from_tensordict(several, **conn)
+
+
+def test_text_written_by_an_index_that_adds_dims(conn):
+    one, two = stored(TensorDict(t=NonTensorStack("a", "b"), batch_size=[2]), conn)
+    one[:, None] = TensorDict(
+        t=NonTensorStack(NonTensorStack("c"), NonTensorStack("d")), batch_size=[2, 1]
+    )
+    assert two["t"] == ["c", "d"]
+
+
+def test_a_tensorclass_that_is_set_keeps_its_class(conn):
+    one, two = stored(TensorDict(a=torch.zeros(3), batch_size=[3]), conn)
+    one["p"] = point(3)
+    one["n", "q"] = point(3)
+    one.update({"r": point(3)})
+    two.refresh()
+    assert all(isinstance(two[key], Point) for key in ("p", ("n", "q"), "r"))
+    assert isinstance(two[[0, 1]]["p"], Point)
+
+
+def test_a_deeper_level_passes_its_batch_size_on(conn):
+    local = TensorDict(n=TensorDict(x=torch.zeros(2, 3), batch_size=[2, 3]), batch_size=[2])
+    one, two = stored(local, conn)
+    with pytest.raises(errors.EntryMismatch):
+        one["n", "m", "d"] = torch.ones(2, 5)
+    one["n", "m", "d"] = torch.ones(2, 3, 5)
+    two.refresh()
+    assert two["n", "m"].batch_size == (2, 3)
+    assert two.to_tensordict()["n", "m"].batch_size == (2, 3)
+    assert two["n"][:, 1]["m", "d"].shape == (2, 5)
+    one["n"] = TensorDict(x=torch.zeros(2), batch_size=[2])
+    two.refresh()
+    assert two["n"].batch_size == (2,) and set(two.keys(True, True)) == {("n", "x")}
+
+
+def test_the_name_of_the_stack_dim_alone(conn):
+    local = stack()
+    local.names = ["time", None]
+    _, two = stored(local, conn)
+    assert two.names == ["time", None] and two[:].names == ["time", None]
+
+
+@pytest.mark.parametrize("i", [np.int64(1), torch.tensor(1), np.array(1), True], ids=repr)
+def test_what_selects_like_an_int_gives_a_view(conn, i):
+    one, two = stored(stack(), conn)
+    if i is True:
+        assert two[i].batch_size == stack((2, 2, 2))[i].batch_size
+        return
+    one[i]["x"] = torch.full((2, 4), 5)
+    assert two[1]["x"].tolist() == [[5] * 4] * 2
+
+
+# ---- two handles
+
+
+def test_an_entry_without_bytes_is_looked_at_too(conn):
+    one, two = stored(TensorDict(x=torch.zeros(3, 0), batch_size=[3]), conn)
+    assert two["x"].shape == (3, 0)
+    one["x"] = torch.ones(3, 5)
+    assert two["x"].shape == (3, 5) and two[[0]]["x"].shape == (1, 5)
+
+
+def test_a_stale_handle_writes_by_what_is_there(conn):
+    one, two = stored(
+        TensorDict(a=torch.zeros(2, dtype=torch.int32), b=torch.zeros(2), batch_size=[2]), conn
+    )
+    two.to_tensordict()
+    one["a"] = torch.zeros(2)
+    two.set_("a", torch.full((2,), 2.5))
+    assert one["a"].tolist() == [2.5, 2.5]
+    del one["b"]
+    with pytest.raises(KeyError):
+        two.set_("b", torch.ones(2))
+    one["n"] = TensorDict(y=torch.zeros(2), batch_size=[2])
+    two["n"] = TensorDict(z=torch.zeros(2), batch_size=[2])
+    one.refresh()
+    assert set(one.keys(True, True)) == {"a", ("n", "z")}
+    one["m"] = TensorDict(y=torch.zeros(2), batch_size=[2])
+    two.clear()
+    one.refresh()
+    assert not set(one.keys(True, True))
+
+
+def test_a_store_that_is_gone_is_not_written_to(conn, raw):
+    one, two = stored(TensorDict(a=torch.zeros(2), batch_size=[2]), conn)
+    two["a"]
+    delete_store(td_id=one.td_id, **conn)
+    for write in (
+        lambda: two.set("a", torch.ones(2)),
+        lambda: two.set("new", torch.ones(2)),
+        lambda: two.set_at_("a", 1.0, 0),
+        lambda: two.set_non_tensor("t", "text"),
+    ):
+        with pytest.raises(KeyError):
+            write()
+    assert not raw.keys(f"*{one.td_id}*")
+
+
+def test_an_id_that_another_store_has_taken(conn):
+    one, two = stored(TensorDict(a=torch.zeros(2), batch_size=[2]), conn)
+    two["a"]
+    delete_store(td_id=one.td_id, **conn)
+    TensorDictStore.from_tensordict(
+        TensorDict(a=torch.zeros(5), batch_size=[5]), td_id=one.td_id, **conn
+    )
+    with pytest.raises(errors.StoreNotFound, match="open it again"):
+        two["a"]
+    with pytest.raises(errors.StoreNotFound, match="open it again"):
+        two.set_at_("a", 1.0, 0)
+
+
+def test_a_view_of_a_level_that_is_gone(conn):
+    local = TensorDict(n=TensorDict(x=torch.zeros(2), batch_size=[2]), batch_size=[2])
+    one, two = stored(local, conn)
+    view = two["n"]
+    del one["n"]
+    with pytest.raises(KeyError):
+        view.to_tensordict()
+
+
+def test_threads_that_keep_no_metadata(conn):
+    one = TensorDictStore.from_tensordict(TensorDict(x=torch.zeros(4), batch_size=[4]), **conn)
+    loose = open_store(td_id=one.td_id, cache_metadata=False, **conn)
+    until, wrong = time.time() + 2, []
+
+    def read():
+        while time.time() < until:
+            value = loose["x"]
+            if value.tolist() not in ([0.0] * 4, [1] * 4):
+                wrong.append(value)
+
+    def write():
+        while time.time() < until:
+            one["x"] = torch.ones(4, dtype=torch.int64)
+            one["x"] = torch.zeros(4)
+
+    threads = [threading.Thread(target=work) for work in (read, read, write)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+# ---- processes
+
+
+def test_a_store_pickles_after_a_read_of_a_coroutine(conn):
+    one, _ = stored(TensorDict(x=torch.arange(3), batch_size=[3]), conn)
+    asyncio.run(one.aread(0))
+    assert pickle.loads(pickle.dumps(one))["x"].tolist() == [0, 1, 2]
+
+
+def test_children_forked_while_threads_read(conn):
+    one, two = stored(TensorDict(x=torch.arange(1000), batch_size=[1000]), conn)
+    done = threading.Event()
+
+    def read():
+        while not done.is_set():
+            two[[5, 900, 7]]
+
+    threads = [threading.Thread(target=read) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(20):
+            child = os.fork()
+            if not child:
+                os._exit(0 if one[[3, 1]]["x"].tolist() == [3, 1] else 1)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_a_lazy_store_of_values_alone(conn):
+    local = lazy_stack([TensorDict(t=f"{i}", n=i) for i in range(3)])
+    store = LazyStackedTensorDictStore.from_lazy_stack(local, **conn)
+    assert open_store(td_id=store.td_id, **conn)[[2, 0]]["t"] == ["2", "0"]
