@@ -135,9 +135,9 @@ def imported_tensorclass(name: str) -> Any:
     Raises:
         UnsupportedValue: it has not been imported. A server's word never imports a module.
     """
-    for known in _ACCEPTED_CLASSES:
-        if _is_tensorclass(known) and f"{known.__module__}.{known.__qualname__}" == name:
-            return known
+    known = tensorclass_named(f"<class '{name}'>")
+    if known is not None:
+        return known
     module, _, attribute = name.rpartition(".")
     kind = getattr(sys.modules.get(module), attribute, None)
     if isinstance(kind, type) and _is_tensorclass(kind):

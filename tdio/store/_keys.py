@@ -224,10 +224,7 @@ class StoredKeys(_NoShapeOps, _NoVmap, TensorDictBase):
 
     def _has_level(self, path: str) -> bool:
         """Whether a nested tensordict is at a full path."""
-        levels = self._handle.info.levels
-        return path in levels or bool(
-            below(self._handle.paths, path) or (path and below(levels, path))
-        )
+        return self._handle.has_level(path)
 
     def _contains_str(self, key: str) -> bool:
         path = self._full(key)

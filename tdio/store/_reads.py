@@ -16,7 +16,6 @@ from tdio._td import (
     build,
     imported_tensorclass,
 )
-from tdio.layout.paths import below
 from tdio.layout.spec import LeafSpec
 from tdio.store._keys import (
     _TENSOR,
@@ -227,5 +226,4 @@ class StoredReads(StoredKeys):
             return out[name]
         if not self._has_level(path):
             raise self._missing(key)
-        paths = [f"{path}.{rest}" for rest in below(self._handle.paths, path)]
-        return await client.read(lambda: self._reading(paths, (), path))
+        return await client.read(lambda: self._reading(None, (), path))

@@ -185,6 +185,11 @@ class Handle:
             self.refresh()
         return self.paths
 
+    def has_level(self, path: str) -> bool:
+        """Return whether a nested tensordict is at a full path, as last seen."""
+        levels = self.info.levels
+        return path in levels or bool(below(self.paths, path) or (path and below(levels, path)))
+
     def under(self, prefix: str) -> list[str]:
         """Return the full paths of the leaves below a level.
 
@@ -193,8 +198,7 @@ class Handle:
         """
         start = prefix + "." if prefix else ""
         paths = [start + rest for rest in below(self.paths, prefix)]
-        levels = self.info.levels
-        if prefix and not paths and prefix not in levels and not below(levels, prefix):
+        if prefix and not self.has_level(prefix):
             raise EntryNotFound(f"{self.location} has no level {prefix!r} any more")
         return paths
 

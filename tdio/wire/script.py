@@ -32,8 +32,8 @@ end
 redis.call('SET', KEYS[2], ARGV[2])
 return 0
 """
-#: What the script returns where the schema is another, and where it is another writer's turn.
-MOVED, WAIT = -1, -2
+#: What the script returns where it is another writer's turn.
+WAIT = -2
 SHA = hashlib.sha1(SOURCE).hexdigest()
 _MAX_BYTES = 64 * 1024
 _MAX_RANGES = 256
