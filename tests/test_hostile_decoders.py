@@ -119,10 +119,11 @@ def run(operation, data):
 @given(data=st.data())
 def test_a_store_is_found_or_refused(data):
     try:
-        info = run(reading.find(Names("p", "id"), "here"), data)
+        info, specs = run(reading.find(Names("p", "id"), "here"), data)
     except TdioError as error:
         assert "here" in str(error)
         return
+    assert not specs
     assert all(type(n) is int and n >= 0 for n in info.batch)
     assert torch.Size(info.batch) == info.batch
     assert info.stack is None or info.batch[info.stack] == info.count
