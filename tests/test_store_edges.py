@@ -273,3 +273,13 @@ def test_a_lazy_store_of_values_alone(conn):
     local = lazy_stack([TensorDict(t=f"{i}", n=i) for i in range(3)])
     store = LazyStackedTensorDictStore.from_lazy_stack(local, **conn)
     assert open_store(td_id=store.td_id, **conn)[[2, 0]]["t"] == ["2", "0"]
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_a_number_that_the_dtype_cannot_hold_is_refused(conn, ragged):
+    local = stack((2, 1, 3) if ragged else (2, 2, 2)).to(torch.uint8)
+    one, _ = stored(local, conn)
+    for write in (lambda: one.set_at_("x", 10**30, 0), lambda: one[0].set_at_("x", 10**30, 0)):
+        with pytest.raises(errors.EntryMismatch, match="uint8"):
+            write()
+    assert (one[0]["x"] == local[0]["x"]).all()

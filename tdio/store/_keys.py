@@ -31,9 +31,9 @@ from tdio.layout.spec import LeafSpec
 from tdio.layout.values import ValueSpec
 from tdio.store.committing import commit
 from tdio.store.creating import create, device_of
+from tdio.store.flat import Flat
 from tdio.store.handle import Edit, Handle, Location
 from tdio.store.shape import Frame, names_of
-from tdio.store.writer import Flat
 from tdio.wire.reading import StoreInfo
 from tdio.wire.requests import Operation
 

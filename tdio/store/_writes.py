@@ -28,9 +28,10 @@ from tdio.store._keys import (
     _value,
 )
 from tdio.store._reads import StoredReads
+from tdio.store.flat import Flat, flatten
 from tdio.store.handle import Edit
 from tdio.store.stacking import is_same
-from tdio.store.writer import Flat, check_leaves, flatten
+from tdio.store.writer import check_leaves
 from tdio.wire.changes import Drop
 from tdio.wire.requests import Operation
 

@@ -21,17 +21,17 @@ from tdio.layout.spec import LeafSpec, ragged_offsets, shapes_array
 from tdio.layout.values import ValueSpec
 from tdio.store._local import no_server
 from tdio.store._stored import Stored
+from tdio.store.flat import Flat
 from tdio.store.handle import Edit, Handle
 from tdio.store.reader import leaf_shape, reading_elements
 from tdio.store.shape import Frame
+from tdio.store.uploading import upload_zeros
 from tdio.store.writer import (
-    Flat,
     check_fit,
     into_entry,
     number_as,
     one_value,
     rows_changes,
-    upload_zeros,
     value_patch,
 )
 from tdio.wire.changes import Patch, PutRows, PutTensor

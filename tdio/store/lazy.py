@@ -21,11 +21,7 @@ from tdio.store.creating import create
 from tdio.store.element import ElementView
 from tdio.store.handle import Handle
 from tdio.store.stacking import columns_of
-from tdio.store.writer import (
-    progress_bar,
-    put_value,
-    upload_elements,
-)
+from tdio.store.uploading import progress_bar, put_value, upload_elements
 from tdio.wire.reading import StoreInfo
 
 

@@ -25,19 +25,16 @@ from tdio.store._local import no_server
 from tdio.store._stored import Stored
 from tdio.store.connecting import locate
 from tdio.store.creating import create, delete_store
+from tdio.store.flat import Flat, flatten
 from tdio.store.handle import Edit, Handle
 from tdio.store.reader import indexed, reading, reading_leaf
+from tdio.store.uploading import progress_bar, puts_of, upload_zeros
 from tdio.store.writer import (
-    Flat,
     check_batch,
     first_dim_rows,
-    flatten,
     into_entry,
     per_row,
-    progress_bar,
-    puts_of,
     rows_changes,
-    upload_zeros,
     value_patch,
 )
 from tdio.wire.reading import StoreInfo

@@ -16,9 +16,10 @@ from tdio.layout.plan import Ranges
 from tdio.layout.spec import LeafSpec
 from tdio.store._keys import _Index
 from tdio.store.element import element_shape, replaced, writing_part
+from tdio.store.flat import Flat, flatten
 from tdio.store.handle import Edit, Handle
 from tdio.store.shape import Frame
-from tdio.store.writer import Flat, flatten, number_as, one_value, rows_changes, value_patch
+from tdio.store.writer import number_as, one_value, rows_changes, value_patch
 from tdio.wire.changes import PutRows
 from tdio.wire.requests import Operation
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from tdio._td import TensorDictBase
 from tdio.layout.levels import Level
-from tdio.store.writer import Flat, check_leaves, flatten, one_value
+from tdio.store.flat import Flat, flatten
+from tdio.store.writer import check_leaves, one_value
 from tdio.wire.reading import StoreInfo
 
 

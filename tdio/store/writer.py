@@ -1,265 +1,24 @@
-"""From tensors to uploads and range writes: checks first, then bytes in bounded chunks."""
+"""From tensors and values to writes at an index: checks first, then the bytes of rows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from numbers import Number
 from typing import Any
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
-from tdio._td import (
-    UnbatchedTensor,
-    _is_tensorclass,
-    is_non_tensor,
-    is_tensor_collection,
-    value_of,
-)
 from tdio.errors import EntryMismatch, UnsupportedValue
-from tdio.layout.dtypes import as_bytes, dtype_name
+from tdio.layout.dtypes import as_bytes
 from tdio.layout.index import Rows
-from tdio.layout.levels import Level
-from tdio.layout.paths import check_key
-from tdio.layout.spec import Int64Array, LeafSpec, ragged_offsets, shapes_array
-from tdio.layout.values import PICKLE, ValueSpec, decode_value, encode_value
+from tdio.layout.spec import Int64Array, LeafSpec
+from tdio.layout.values import PICKLE, ValueSpec, decode_value
 from tdio.store.placing import feature, plan_leaves
 from tdio.store.shape import Frame
-from tdio.wire.changes import Patch, PutRows, PutTensor, PutValue
+from tdio.store.uploading import put_value
+from tdio.wire.changes import Patch, PutRows, PutValue
 from tdio.wire.reading import Spec
-from tdio.wire.requests import Body, Buffer
-
-#: An upload holds at most this much beside what the caller holds.
-CHUNK_BYTES = 32 * 1024 * 1024
-CHUNK_ELEMENTS = 10_000
-
-Progress = Callable[[int], Any]
-
-
-def _no_progress(nbytes: int) -> None:
-    pass
-
-
-def progress_bar(total_bytes: int, enabled: bool) -> tuple[Progress, Callable[[], None]]:
-    """Return a function that counts uploaded bytes, and one that ends the bar."""
-    if not enabled:
-        return _no_progress, lambda: None
-    bar = tqdm(total=total_bytes, unit="B", unit_scale=True, desc="upload")
-    return bar.update, bar.close
-
-
-@dataclass
-class Flat:
-    """A tensordict by path.
-
-    Attributes:
-        tensors: the tensor leaves.
-        values: the non-tensor entries: value, and how many batch dims it spells out.
-        levels: the levels that are not the default: names, other batch sizes, classes, empty.
-        replaces: the path of a level that goes as a whole for what is here, or None.
-    """
-
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    values: dict[str, tuple[Any, int]] = field(default_factory=dict)
-    levels: dict[str, Level] = field(default_factory=dict)
-    replaces: str | None = None
-
-    @property
-    def paths(self) -> set[str]:
-        """The paths of all leaf entries."""
-        return self.tensors.keys() | self.values.keys()
-
-    def under(self, prefix: str) -> Flat:
-        """Return the same entries below another level."""
-        if not prefix:
-            return self
-        return Flat(
-            {f"{prefix}.{path}": v for path, v in self.tensors.items()},
-            {f"{prefix}.{path}": v for path, v in self.values.items()},
-            {f"{prefix}.{path}" if path else prefix: v for path, v in self.levels.items()},
-        )
-
-
-def flatten(td: Any, root: Sequence[int] | None = None, *, root_kind: bool = False) -> Flat:
-    """Return a tensordict or tensorclass by path.
-
-    Args:
-        td: what to take apart.
-        root: the batch size that is the default for its levels; None takes that of ``td``.
-        root_kind: note the class of ``td`` itself, which is to be a nested level.
-
-    Raises:
-        UnsupportedValue: a leaf of another kind, or a key that would not round-trip.
-    """
-    flat = Flat()
-    _flatten(td, "", tuple(td.batch_size if root is None else root), flat, root_kind)
-    return flat
-
-
-def _flatten(td: Any, path: str, root: tuple[int, ...], flat: Flat, with_kind: bool) -> None:
-    kind = type(td)
-    if _is_tensorclass(kind):
-        td = td._tensordict
-    name = f"{kind.__module__}.{kind.__qualname__}" if _is_tensorclass(kind) and with_kind else ""
-    names = tuple(td.names) if td._has_names() else ()
-    keys = list(td.keys())
-    if names or name or tuple(td.batch_size) != root or (path and not keys):
-        flat.levels[path] = Level(tuple(td.batch_size), names, name)
-    for key in keys:
-        below = f"{path}.{check_key(key)}" if path else check_key(key)
-        value = td._get_str(key, None)
-        if isinstance(value, torch.Tensor):
-            flat.tensors[below] = value
-        elif is_non_tensor(value):
-            flat.values[below] = value_of(value)
-        elif is_tensor_collection(value) and not isinstance(value, UnbatchedTensor):
-            _flatten(value, below, root, flat, True)
-        else:
-            raise UnsupportedValue(
-                f"the entry {below!r} is a {type(value).__name__}, which cannot be stored: store "
-                "its tensors as entries"
-            )
-
-
-def put_value(path: str, value: tuple[Any, int], *, allow_pickle: bool, where: str) -> PutValue:
-    """Return the write of one non-tensor entry.
-
-    Raises:
-        UnsupportedValue: JSON cannot hold it, and pickles are not allowed.
-    """
-    return PutValue(*encode_value(path, *value, allow_pickle=allow_pickle, where=where))
-
-
-def puts_of(flat: Flat, progress: Progress | None = None, **options: Any) -> list[Any]:
-    """Return the writes of all entries; ``options`` are those of ``put_value``."""
-    report = progress or _no_progress
-    tensors = [upload_tensor(path, tensor, report) for path, tensor in flat.tensors.items()]
-    return [*tensors, *(put_value(path, v, **options) for path, v in flat.values.items())]
-
-
-def upload_tensor(path: str, tensor: torch.Tensor, progress: Progress = _no_progress) -> PutTensor:
-    """Return the upload of one dense tensor ``[*batch, *]``, in the layout of the tensor."""
-    dtype_name(tensor.dtype)
-    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
-        as_bytes(tensor)  # raises
-    spec = LeafSpec(path, tensor.dtype, tuple(tensor.shape))
-    itemsize = tensor.dtype.itemsize
-
-    def body(start: int, stop: int) -> Body:
-        def chunks() -> Iterator[Buffer]:
-            if tensor.is_contiguous() and tensor.device.type == "cpu":
-                yield from _report(as_bytes(tensor)[start:stop].numpy().data, progress)
-                return
-            # A strided or device tensor is copied a chunk at a time. Rows of a large first dim
-            # are the unit; a 0-d or one-row tensor is one chunk.
-            flat = tensor.detach()
-            rows = flat.reshape(1) if not flat.ndim else flat
-            row_bytes = max(1, rows[0].numel() * itemsize) if len(rows) else 1
-            per_chunk = max(1, min(CHUNK_ELEMENTS, CHUNK_BYTES // row_bytes))
-            at = 0
-            for first in range(0, len(rows), per_chunk):
-                data = as_bytes(rows[first : first + per_chunk])
-                lo, hi = max(start - at, 0), min(stop - at, len(data))
-                if lo < hi:
-                    yield from _report(data[lo:hi].numpy().data, progress)
-                at += len(data)
-
-        return Body(stop - start, chunks)
-
-    return PutTensor(spec, body)
-
-
-def _report(view: memoryview, progress: Progress) -> Iterator[memoryview]:
-    for at in range(0, len(view), CHUNK_BYTES):
-        piece = view[at : at + CHUNK_BYTES]
-        yield piece
-        progress(len(piece))
-
-
-def upload_elements(
-    path: str, elements: Sequence[torch.Tensor], progress: Progress = _no_progress
-) -> PutTensor:
-    """Return the upload of one entry of a lazy stack: its elements one after the other.
-
-    Raises:
-        EntryMismatch: the elements differ in dtype.
-    """
-    dtypes = {element.dtype for element in elements}
-    if len(dtypes) > 1:
-        names = sorted(map(str, dtypes))
-        raise EntryMismatch(
-            f"the elements of the entry {path!r} have different dtypes, {', '.join(names)}; "
-            "convert them to one"
-        )
-    dtype = dtypes.pop()
-    dtype_name(dtype)
-    shapes = [tuple(element.shape) for element in elements]
-    if len(set(shapes)) == 1:
-        spec = LeafSpec(path, dtype, (len(elements), *shapes[0]))
-        offsets = np.arange(len(elements) + 1, dtype=np.int64) * (spec.nbytes // len(elements))
-    else:
-        table = shapes_array(shapes)
-        offsets = ragged_offsets(table, dtype.itemsize)
-        spec = LeafSpec(path, dtype, (len(elements), *shapes[0]), True, table, offsets)
-
-    def body(start: int, stop: int) -> Body:
-        def chunks() -> Iterator[Buffer]:
-            first = 0
-            while first < len(elements):
-                last = int(np.searchsorted(offsets, offsets[first] + CHUNK_BYTES, side="right")) - 1
-                last = min(max(last, first + 1), first + CHUNK_ELEMENTS, len(elements))
-                lo = max(start, int(offsets[first]))
-                hi = min(stop, int(offsets[last]))
-                if lo < hi:
-                    data = _join(elements[first:last])
-                    base = int(offsets[first])
-                    yield from _report(data[lo - base : hi - base].numpy().data, progress)
-                first = last
-
-        return Body(stop - start, chunks)
-
-    return PutTensor(spec, body)
-
-
-def upload_zeros(
-    path: str,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    part: tuple[int, torch.Tensor] | None = None,
-) -> PutTensor:
-    """Return the upload of an entry of zeros, made a megabyte at a time.
-
-    ``part`` is an offset in bytes and the uint8 ``[n]`` that stand there instead.
-    """
-    dtype_name(dtype)
-    spec = LeafSpec(path, dtype, shape)
-    step = 1024 * 1024
-    at, data = (0, b"") if part is None else (part[0], part[1].numpy().tobytes())
-
-    def body(start: int, stop: int) -> Body:
-        def chunks() -> Iterator[Buffer]:
-            for lo in range(start, stop, step):
-                block = bytearray(min(step, stop - lo))
-                first, last = max(at, lo), min(at + len(data), lo + len(block))
-                if first < last:
-                    block[first - lo : last - lo] = data[first - at : last - at]
-                yield block
-
-        return Body(stop - start, chunks)
-
-    return PutTensor(spec, body)
-
-
-def _join(elements: Sequence[torch.Tensor]) -> torch.Tensor:
-    if len(elements) == 1:
-        return as_bytes(elements[0])
-    with torch.no_grad():
-        return as_bytes(torch.cat([element.detach().reshape(-1) for element in elements]))
-
-
-# ---- indexed writes
 
 
 def check_leaves(expected: set[str], given: set[str], where: str) -> None:
@@ -436,7 +195,14 @@ def _broadcast(value: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def number_as(value: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a tensor of ``shape`` filled with a number; float8 has no fill of its own."""
-    if dtype.is_floating_point and dtype.itemsize == 1:
-        return torch.full(shape, value, dtype=torch.float32).to(dtype)
-    return torch.full(shape, value, dtype=dtype)
+    """Return a tensor of ``shape`` filled with a number; float8 has no fill of its own.
+
+    Raises:
+        EntryMismatch: the dtype cannot hold the number.
+    """
+    try:
+        if dtype.is_floating_point and dtype.itemsize == 1:
+            return torch.full(shape, value, dtype=torch.float32).to(dtype)
+        return torch.full(shape, value, dtype=dtype)
+    except (RuntimeError, OverflowError) as error:
+        raise EntryMismatch(f"{value!r} cannot be written into {dtype}: {error}") from error
