@@ -29,6 +29,8 @@ PIECE_BYTES = 1024 * 1024
 #: Rows up to this size are read in ascending order and put in their places by one more copy.
 SORTED_ROW_BYTES = 1024
 _FEW = 32
+#: A range of a size of its own costs as much as so many of one size, which are handled in bulk.
+_BULK = 6
 
 
 @dataclass(slots=True)
@@ -125,11 +127,15 @@ def plan_rows(selection: Selection | Int64Array, row_bytes: int, *, gather: bool
     if len(firsts) > 1 and gather:
         distinct, places = selection.distinct
         cuts = np.flatnonzero(selection.gaps > _gap_limit(selection.gaps, row_bytes))
-        if 2 * (len(cuts) + 1) <= len(firsts):
+        small = row_bytes <= SORTED_ROW_BYTES and len(firsts) >= _FEW
+        if (_BULK if small else 2) * (len(cuts) + 1) <= len(firsts):
             return _gathered(distinct, places, cuts, row_bytes)
-        if row_bytes <= SORTED_ROW_BYTES and len(firsts) >= _FEW:
+        if small:
             sizes = np.full(len(distinct), row_bytes)
             return Ranges(distinct * row_bytes, sizes, places, row_bytes, True)
+    if len(firsts) * 8 > len(selection.positions) * 7:
+        # Hardly a run is longer than a row: ranges of one size are handled in bulk.
+        firsts, counts = selection.positions, np.ones(len(selection.positions), np.int64)
     uniform = len(firsts) == len(selection.positions)
     return Ranges(firsts * row_bytes, counts * row_bytes, None, row_bytes, uniform)
 

@@ -13,6 +13,7 @@ from tdio.transport.address import Address
 from tdio.transport.client import BACKOFF_S
 from tdio.transport.link import named
 from tdio.transport.protocol import Protocol, Steps
+from tdio.wire.ranges import spread
 from tdio.wire.requests import Operation, Pause, Request
 
 T = TypeVar("T")
@@ -65,10 +66,10 @@ class AsyncLink:
                     await writer.drain()
                     sending, buffer = next(steps)
                     continue
-                data = await reader.read(len(buffer))
+                data = await reader.read(sum(map(len, buffer)))
                 if not data:
                     raise ServerUnavailable(f"{self._address} closed the connection")
-                buffer[: len(data)] = data
+                spread(buffer, data)
                 sending, buffer = steps.send(len(data))
         except StopIteration as stop:
             return stop.value

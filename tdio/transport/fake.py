@@ -16,6 +16,7 @@ import hiredis
 
 from tdio.errors import ServerUnavailable
 from tdio.transport.protocol import Protocol, drive
+from tdio.wire.ranges import spread
 from tdio.wire.requests import Pause, Request
 
 _SERVERS: weakref.WeakValueDictionary[int, MemoryServer] = weakref.WeakValueDictionary()
@@ -189,14 +190,14 @@ class _MemoryLink:
     def _send(self, buffer: Any) -> None:
         self._parser.feed(bytes(buffer))
 
-    def _receive(self, view: Any) -> int:
+    def _receive(self, views: list[memoryview]) -> int:
         while not self._answers:
             args = self._parser.gets()
             if args is False:
                 raise ServerUnavailable(f"{self._server} was asked for a reply too many")
             self._answers += self._server.run(self._session, args)
-        n = min(len(view), len(self._answers))
-        view[:n] = self._answers[:n]
+        n = min(sum(map(len, views)), len(self._answers))
+        spread(views, bytes(self._answers[:n]))
         del self._answers[:n]
         return n
 

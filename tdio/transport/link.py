@@ -10,6 +10,7 @@ from typing import Any
 from tdio.errors import ServerTimeout, ServerUnavailable, TdioError
 from tdio.transport.address import Address
 from tdio.transport.protocol import Protocol, drive
+from tdio.wire.ranges import spread
 from tdio.wire.requests import Pause, Request
 
 
@@ -67,8 +68,15 @@ class Link:
         finally:
             self.broken = not self._protocol.in_step
 
-    def _receive(self, view: Any) -> int:
-        n = self._socket.recv_into(view)
+    def _receive(self, views: list[memoryview]) -> int:
+        if len(views) == 1:
+            n = self._socket.recv_into(views[0])
+        elif isinstance(self._socket, ssl.SSLSocket):
+            data = self._socket.recv(sum(map(len, views)))
+            spread(views, data)
+            n = len(data)
+        else:
+            n = self._socket.recvmsg_into(views)[0]
         if not n:
             raise ServerUnavailable(f"{self.address} closed the connection")
         return n

@@ -1,7 +1,7 @@
 """What goes out and comes in for one round trip, without doing it: for a sync and an async link.
 
-``Protocol.exchange`` is a generator of steps: a buffer to send, or a view to receive into, to
-which it is sent the number of bytes that came.
+``Protocol.exchange`` is a generator of steps: a buffer to send, or views to receive into one after
+the other, to which it is sent the number of bytes that came.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SEND_BYTES = 64 * 1024
 #: So many bytes of commands are sent at once: the server begins while the rest is encoded.
 _EARLY_BYTES = 8 * 1024
 
-#: ``(True, buffer)``: send all of it. ``(False, view)``: receive at least a byte into it.
+#: ``(True, buffer)``: send all of it. ``(False, views)``: receive at least a byte into them.
 Steps = Generator[tuple[bool, Any], int, Any]
 
 
@@ -95,7 +95,7 @@ class Protocol:
     def _reply(self) -> Steps:
         reply = self._parsed()
         while reply is False:
-            n = yield False, self._scratch.data
+            n = yield False, [self._scratch.data]
             self._reader.feed(self._scratch[:n].tobytes())
             reply = self._parsed()
         return reply

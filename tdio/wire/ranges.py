@@ -20,8 +20,10 @@ from tdio.wire.requests import RangeRead
 
 Bytes = npt.NDArray[np.uint8]
 
-#: A payload above this is received into its place, not through the scratch buffer.
-DIRECT_BYTES = 32 * 1024
+#: A payload from this size on is received into its place, not through the scratch buffer.
+DIRECT_BYTES = 8 * 1024
+#: So many large frames are prepared for at once, and so many views handed out for one receive.
+_SCATTERED, _VIEWS = 256, 32
 SCRATCH_BYTES = 256 * 1024
 #: Commands are sent in batches, so that the server works while the next ones are encoded.
 BATCH_COMMANDS = 256
@@ -67,8 +69,13 @@ _POWERS = 10 ** np.arange(1, 19, dtype=np.int64)
 _QUADS = np.frombuffer(b"".join(b"%04d" % n for n in range(10_000)), "S4")
 
 
-def _digits(numbers: npt.NDArray[np.int64]) -> tuple[Bytes, npt.NDArray[np.int64]]:
-    """Return decimal digits, zero-filled to equal width, and how many of them count."""
+def _widths(numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return how many decimal digits each number has."""
+    return np.searchsorted(_POWERS, numbers, side="right") + 1
+
+
+def _digits(numbers: npt.NDArray[np.int64]) -> Bytes:
+    """Return decimal digits, zero-filled to equal width, uint8 ``[n, digits]``."""
     columns = -(-len(str(int(numbers.max()))) // 4)
     quads = np.empty((len(numbers), columns), "S4")
     rest = numbers
@@ -77,8 +84,7 @@ def _digits(numbers: npt.NDArray[np.int64]) -> tuple[Bytes, npt.NDArray[np.int64
         quads[:, column] = _QUADS[rest - high * 10_000]
         rest = high
     quads[:, 0] = _QUADS[rest]
-    widths = np.searchsorted(_POWERS, numbers, side="right") + 1
-    return quads.view(np.uint8).reshape(len(numbers), 4 * columns), widths
+    return quads.view(np.uint8).reshape(len(numbers), 4 * columns)
 
 
 def _encode(head: bytes, first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> bytes:
@@ -86,25 +92,27 @@ def _encode(head: bytes, first: npt.NDArray[np.int64], last: npt.NDArray[np.int6
 
     Blocks pay from about eight commands on; ascending offsets have a handful of runs.
     """
-    digits, widths = _digits(np.concatenate([first, last]))
-    size, total = len(first), digits.shape[1]
-    a, b, wide_a, wide_b = digits[:size], digits[size:], widths[:size], widths[size:]
-    both = wide_a * 32 + wide_b
+    numbers = np.concatenate([first, last])
+    widths = _widths(numbers)
+    size = len(first)
+    both = widths[:size] * 32 + widths[size:]
     cuts = np.flatnonzero(both[1:] != both[:-1]) + 1
-    if len(cuts) * 8 > len(first):
+    if len(cuts) * 8 > size:
         return head + head.join(map(_numbers, first.tolist(), last.tolist()))
+    digits = _digits(numbers)
+    total = digits.shape[1]
     blocks = []
-    bounds = [0, *cuts.tolist(), len(first)]
+    bounds = [0, *cuts.tolist(), size]
     for lo, hi in itertools.pairwise(bounds):
-        m, n = int(wide_a[lo]), int(wide_b[lo])
+        m, n = int(widths[lo]), int(widths[size + lo])
         before, between = head + b"$%d\r\n" % m, b"\r\n$%d\r\n" % n
         template = before + bytes(m) + between + bytes(n) + b"\r\n"
         block = np.empty((hi - lo, len(template)), np.uint8)
         block[:] = np.frombuffer(template, np.uint8)
         at = len(before)
-        block[:, at : at + m] = a[lo:hi, total - m :]
+        block[:, at : at + m] = digits[lo:hi, total - m :]
         at += m + len(between)
-        block[:, at : at + n] = b[lo:hi, total - n :]
+        block[:, at : at + n] = digits[size + lo : size + hi, total - n :]
         blocks.append(block.tobytes())
     return b"".join(blocks)
 
@@ -155,6 +163,69 @@ def _groups(reads: Sequence[RangeRead]) -> Iterator[_Group]:
             at = end
 
 
+class _Scatter:
+    """Consecutive large frames of one group, each payload received straight into its place.
+
+    The bytes around the payloads go into a small buffer of their own and are compared as they
+    arrive.
+    """
+
+    def __init__(self, group: _Group):
+        self.count = min(group.count, _SCATTERED)
+        self.received_bytes = 0
+        between = b"\r\n" + group.header
+        self._framing = [group.header, *[between] * (self.count - 1), b"\r\n"]
+        room = memoryview(bytearray(len(b"".join(self._framing))))
+        into, size, at = group.into.data, group.size, 0
+        self._views: list[memoryview] = []
+        for i, part in enumerate(self._framing):
+            self._views.append(room[at : at + len(part)])
+            at += len(part)
+            if i < self.count:
+                self._views.append(into[i * size : (i + 1) * size])
+        self._at = self._offset = 0
+
+    @property
+    def done(self) -> bool:
+        return self._at == len(self._views)
+
+    def want(self) -> list[memoryview]:
+        views = self._views[self._at : self._at + _VIEWS]
+        if self._offset:
+            views[0] = views[0][self._offset :]
+        return views
+
+    def got(self, n: int) -> bytes | None:
+        """Take note of ``n`` bytes; return what has arrived of a frame that was not expected."""
+        while n:
+            view, before = self._views[self._at], self._offset
+            n -= (taken := min(n, len(view) - before))
+            self._offset += taken
+            if self._at % 2:
+                self.received_bytes += taken
+            elif (
+                view[before : self._offset] != (self._framing[self._at // 2][before : self._offset])
+            ):
+                return self._unexpected(n)
+            if self._offset == len(view):
+                self._at, self._offset = self._at + 1, 0
+        return None
+
+    def _unexpected(self, beyond: int) -> bytes:
+        """Return the bytes from the first odd frame on; ``beyond`` have come after this view."""
+        arrived = b"".join(self._views[self._at :])[: self._offset + beyond]
+        return arrived[2:] if self._at and arrived[:2] == b"\r\n" else arrived
+
+
+def spread(views: Sequence[memoryview], data: bytes) -> None:
+    """Copy ``data`` into the views, one after the other."""
+    at = 0
+    for view in views:
+        part = data[at : at + len(view)]
+        view[: len(part)] = part
+        at += len(part)
+
+
 class RangeReceiver:
     """Takes the reply stream of ``reads`` as it arrives and fills their buffers.
 
@@ -164,35 +235,41 @@ class RangeReceiver:
     def __init__(
         self, reads: Sequence[RangeRead], scratch: Bytes | None = None, *, prefix: bytes = b""
     ):
-        self.received_bytes = 0
+        self._stripped_bytes = 0
         self._prefix = prefix
         self._scratch = np.empty(SCRATCH_BYTES, np.uint8) if scratch is None else scratch
         self._view = self._scratch.data
         self._fill = 0
         self._pos = 0
-        self._direct: memoryview | None = None
-        self._tail = False
+        self._scatter: _Scatter | None = None
         self._groups = _groups(reads)
         self._group = next(self._groups, None)
+        if not prefix:
+            self._advance()
 
     @property
     def done(self) -> bool:
         """Whether every reply has arrived."""
         return self._group is None and not self._prefix
 
+    @property
+    def received_bytes(self) -> int:
+        """Payload that has arrived."""
+        return self._stripped_bytes + (self._scatter.received_bytes if self._scatter else 0)
+
     def rest(self) -> bytes:
         """Return what has arrived behind the last reply."""
         return bytes(self._view[self._pos : self._fill])
 
-    def want(self) -> memoryview:
-        """Return the memory for the next bytes of the stream."""
-        if self._direct is not None:
-            return self._direct
+    def want(self) -> list[memoryview]:
+        """Return the memory for the next bytes of the stream, a view or several in order."""
+        if self._scatter is not None:
+            return self._scatter.want()
         if self._pos:
             rest = self._fill - self._pos
             self._scratch[:rest] = self._scratch[self._pos : self._fill].copy()
             self._pos, self._fill = 0, rest
-        return self._view[self._fill :]
+        return [self._view[self._fill :]]
 
     def got(self, n: int) -> None:
         """Take note of ``n`` bytes received into ``want()``.
@@ -200,17 +277,13 @@ class RangeReceiver:
         Raises:
             UnexpectedFrameError: a frame that is not the one that was asked for.
         """
-        if self._direct is not None:
-            self.received_bytes += n
-            self._direct = self._direct[n:] if n < len(self._direct) else None
-            # Its two closing bytes come through the scratch buffer.
-            self._tail = self._direct is None
+        if self._scatter is not None:
+            self._scattered(self._scatter, n)
             return
         self._fill += n
         if self._prefix and not self._skip_prefix():
             return
-        while self._group is not None and self._take(self._group):
-            pass
+        self._advance()
 
     def _skip_prefix(self) -> bool:
         """Consume the replies that stand before the first frame; return whether all are there."""
@@ -227,43 +300,40 @@ class RangeReceiver:
         self._prefix = self._prefix[len(seen) :]
         return not self._prefix
 
-    def _take(self, group: _Group) -> bool:
-        """Consume what is complete of the current group; return whether to go on."""
-        rest = self._fill - self._pos
-        if self._tail:
-            if rest < 2:
-                return False
-            if bytes(self._view[self._pos : self._pos + 2]) != b"\r\n":
-                self._fail(group, self._pos)
-            self._pos += 2
-            self._tail = False
-            self._advance(group, 1)
-            return True
-        head = len(group.header)
-        frame = head + group.size + 2
-        count = min(group.count, rest // frame)
-        if count:
-            self._strip(group, count, head, frame)
-            self._pos += count * frame
-            self.received_bytes += count * group.size
-            self._advance(group, count)
-            return True
-        seen = bytes(self._view[self._pos : self._pos + min(head, rest)])
-        if not group.header.startswith(seen):
-            self._fail(group, self._pos)
-        # Into its place goes what is large, and what the scratch buffer could not hold whole.
-        if rest >= head and (group.size > DIRECT_BYTES or frame > len(self._scratch)):
-            arrived = min(rest - head, group.size)
-            target = group.into[: group.size].data
-            target[:arrived] = self._view[self._pos + head : self._pos + head + arrived]
-            self._pos += head + arrived
-            self.received_bytes += arrived
-            if arrived < group.size:
-                self._direct = target[arrived:]
-                return False
-            self._tail = True
-            return True
-        return False
+    def _advance(self) -> None:
+        """Consume what is complete, then see that a large frame goes straight to its place."""
+        while self._group is not None and self._scatter is None:
+            group = self._group
+            head = len(group.header)
+            frame = head + group.size + 2
+            rest = self._fill - self._pos
+            count = min(group.count, rest // frame)
+            if count:
+                self._strip(group, count, head, frame)
+                self._pos += count * frame
+                self._took(group, count)
+            elif group.size >= DIRECT_BYTES or frame > len(self._scratch):
+                scatter = self._scatter = _Scatter(group)
+                arrived = self.rest()
+                self._pos = self._fill = 0
+                spread(scatter.want(), arrived)
+                self._scattered(scatter, len(arrived))
+            else:
+                seen = bytes(self._view[self._pos : self._pos + min(head, rest)])
+                if not group.header.startswith(seen):
+                    self._fail(group, self._pos)
+                return
+
+    def _scattered(self, scatter: _Scatter, n: int) -> None:
+        group = self._group
+        assert group is not None
+        unexpected = scatter.got(n)
+        if unexpected is not None:
+            raise UnexpectedFrameError(group.read, group.size, unexpected)
+        if scatter.done:
+            self._scatter = None
+            self._took(group, scatter.count)
+            self._advance()
 
     def _strip(self, group: _Group, count: int, head: int, frame: int) -> None:
         if count == 1:
@@ -282,7 +352,8 @@ class RangeReceiver:
         payload = frames[:, head:-2]
         group.into[: count * group.size].reshape(count, group.size)[:] = payload
 
-    def _advance(self, group: _Group, count: int) -> None:
+    def _took(self, group: _Group, count: int) -> None:
+        self._stripped_bytes += count * group.size
         group.count -= count
         group.into = group.into[count * group.size :]
         if not group.count:
