@@ -172,6 +172,9 @@ class _Scatter:
 
     The bytes around the payloads go into a small buffer of their own and are compared as they
     arrive.
+
+    Attributes:
+        beyond: how many bytes have come behind the last frame, in the view that followed.
     """
 
     def __init__(self, group: _Group):
@@ -187,21 +190,24 @@ class _Scatter:
             at += len(part)
             if i < self.count:
                 self._views.append(into[i * size : (i + 1) * size])
-        self._at = self._offset = 0
+        self._at = self._offset = self.beyond = 0
 
     @property
     def done(self) -> bool:
         return self._at == len(self._views)
 
-    def want(self) -> list[memoryview]:
+    def want(self, behind: memoryview) -> list[memoryview]:
+        """Return where the next bytes go; ``behind`` takes those after the last frame."""
         views = self._views[self._at : self._at + _VIEWS]
         if self._offset:
             views[0] = views[0][self._offset :]
+        if self._at + _VIEWS >= len(self._views):
+            views.append(behind)
         return views
 
     def got(self, n: int) -> bytes | None:
         """Take note of ``n`` bytes; return what has arrived of a frame that was not expected."""
-        while n:
+        while n and not self.done:
             view, before = self._views[self._at], self._offset
             n -= (taken := min(n, len(view) - before))
             self._offset += taken
@@ -213,11 +219,14 @@ class _Scatter:
                 return self._unexpected(n)
             if self._offset == len(view):
                 self._at, self._offset = self._at + 1, 0
+        self.beyond = n
         return None
 
-    def _unexpected(self, beyond: int) -> bytes:
-        """Return the bytes from the first odd frame on; ``beyond`` have come after this view."""
-        arrived = b"".join(self._views[self._at :])[: self._offset + beyond]
+    def _unexpected(self, more: int) -> bytes:
+        """Return the bytes from the first odd frame on; ``more`` have come after this view."""
+        arrived = b"".join(self._views[self._at :])
+        self.beyond = max(0, self._offset + more - len(arrived))
+        arrived = arrived[: self._offset + more]
         return arrived[2:] if self._at and arrived[:2] == b"\r\n" else arrived
 
 
@@ -268,7 +277,7 @@ class RangeReceiver:
     def want(self) -> list[memoryview]:
         """Return the memory for the next bytes of the stream, a view or several in order."""
         if self._scatter is not None:
-            return self._scatter.want()
+            return self._scatter.want(self._view)
         if self._pos:
             rest = self._fill - self._pos
             self._scratch[:rest] = self._scratch[self._pos : self._fill].copy()
@@ -320,7 +329,7 @@ class RangeReceiver:
                 scatter = self._scatter = _Scatter(group)
                 arrived = self.rest()
                 self._pos = self._fill = 0
-                spread(scatter.want(), arrived)
+                spread(scatter.want(self._view), arrived)
                 self._scattered(scatter, len(arrived))
             else:
                 seen = bytes(self._view[self._pos : self._pos + min(head, rest)])
@@ -333,8 +342,10 @@ class RangeReceiver:
         assert group is not None
         unexpected = scatter.got(n)
         if unexpected is not None:
-            raise UnexpectedFrameError(group.read, group.size, unexpected)
+            rest = unexpected + bytes(self._view[: scatter.beyond])
+            raise UnexpectedFrameError(group.read, group.size, rest)
         if scatter.done:
+            self._fill = scatter.beyond
             self._scatter = None
             self._took(group, scatter.count)
             self._advance()
