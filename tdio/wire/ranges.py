@@ -137,25 +137,35 @@ class UnexpectedFrameError(Exception):
         self.rest = rest
 
 
-@dataclass
+@dataclass(slots=True)
 class _Group:
-    """Consecutive frames of one size."""
+    """Consecutive frames of one size.
+
+    ``direct`` ones are received straight into their places.
+    """
 
     read: RangeRead
     size: int
     count: int
     into: Bytes
     header: bytes
+    direct: bool
 
 
 def _groups(reads: Sequence[RangeRead]) -> Iterator[_Group]:
     for read in reads:
-        sizes = read.ranges.sizes
+        ranges = read.ranges
+        if ranges.single is not None:
+            size = ranges.single[1]
+            yield _Group(read, size, 1, read.into, b"$%d\r\n" % size, True)
+            continue
+        sizes = ranges.sizes
         if not len(sizes):
             continue
         size = int(sizes[0])
-        if read.ranges.uniform or len(sizes) == 1:
-            yield _Group(read, size, len(sizes), read.into, b"$%d\r\n" % size)
+        if ranges.uniform or len(sizes) == 1:
+            direct = size >= DIRECT_BYTES
+            yield _Group(read, size, len(sizes), read.into, b"$%d\r\n" % size, direct)
             continue
         cuts = np.flatnonzero(np.diff(sizes)) + 1
         firsts = np.concatenate([[0], cuts])
@@ -163,33 +173,35 @@ def _groups(reads: Sequence[RangeRead]) -> Iterator[_Group]:
         at = 0
         for size, count in zip(sizes[firsts].tolist(), counts.tolist(), strict=True):
             end = at + size * count
-            yield _Group(read, size, count, read.into[at:end], b"$%d\r\n" % size)
+            direct = size >= DIRECT_BYTES
+            yield _Group(read, size, count, read.into[at:end], b"$%d\r\n" % size, direct)
             at = end
 
 
 class _Scatter:
-    """Consecutive large frames of one group, each payload received straight into its place.
+    """Consecutive frames, each payload received straight into its place.
 
     The bytes around the payloads go into a small buffer of their own and are compared as they
     arrive.
 
     Attributes:
+        received_bytes: payload that has arrived.
         beyond: how many bytes have come behind the last frame, in the view that followed.
     """
 
-    def __init__(self, group: _Group):
-        self.count = min(group.count, _SCATTERED)
+    def __init__(self, frames: Sequence[tuple[_Group, memoryview]]):
         self.received_bytes = 0
-        between = b"\r\n" + group.header
-        self._framing = [group.header, *[between] * (self.count - 1), b"\r\n"]
-        room = memoryview(bytearray(len(b"".join(self._framing))))
-        into, size, at = group.into.data, group.size, 0
+        self._frames = frames
+        self._framing = [frames[0][0].header]
+        self._framing += [b"\r\n" + group.header for group, _ in frames[1:]]
+        self._framing.append(b"\r\n")
+        room = memoryview(bytearray(sum(map(len, self._framing))))
+        at = 0
         self._views: list[memoryview] = []
-        for i, part in enumerate(self._framing):
-            self._views.append(room[at : at + len(part)])
+        for part, (_, payload) in zip(self._framing, frames, strict=False):
+            self._views += room[at : at + len(part)], payload
             at += len(part)
-            if i < self.count:
-                self._views.append(into[i * size : (i + 1) * size])
+        self._views.append(room[at:])
         self._at = self._offset = self.beyond = 0
 
     @property
@@ -222,6 +234,11 @@ class _Scatter:
         self.beyond = n
         return None
 
+    @property
+    def current(self) -> _Group:
+        """The group of the frame that is arriving, or that has just ended."""
+        return self._frames[min(self._at // 2, len(self._frames) - 1)][0]
+
     def _unexpected(self, more: int) -> bytes:
         """Return the bytes from the first odd frame on; ``more`` have come after this view."""
         arrived = b"".join(self._views[self._at :])
@@ -243,12 +260,15 @@ class RangeReceiver:
     """Takes the reply stream of ``reads`` as it arrives and fills their buffers.
 
     Ask ``want()`` for where the next bytes go, receive into it, say ``got(n)``; until ``done``.
+
+    Attributes:
+        received_bytes: payload that has arrived.
     """
 
     def __init__(
         self, reads: Sequence[RangeRead], scratch: Bytes | None = None, *, prefix: bytes = b""
     ):
-        self._stripped_bytes = 0
+        self.received_bytes = 0
         self._prefix = prefix
         self._scratch = np.empty(SCRATCH_BYTES, np.uint8) if scratch is None else scratch
         self._view = self._scratch.data
@@ -263,12 +283,7 @@ class RangeReceiver:
     @property
     def done(self) -> bool:
         """Whether every reply has arrived."""
-        return self._group is None and not self._prefix
-
-    @property
-    def received_bytes(self) -> int:
-        """Payload that has arrived."""
-        return self._stripped_bytes + (self._scatter.received_bytes if self._scatter else 0)
+        return self._group is None and self._scatter is None and not self._prefix
 
     def rest(self) -> bytes:
         """Return what has arrived behind the last reply."""
@@ -324,30 +339,43 @@ class RangeReceiver:
             if count:
                 self._strip(group, count, head, frame)
                 self._pos += count * frame
+                self.received_bytes += count * group.size
                 self._took(group, count)
-            elif group.size >= DIRECT_BYTES or frame > len(self._scratch):
-                scatter = self._scatter = _Scatter(group)
-                arrived = self.rest()
-                self._pos = self._fill = 0
-                spread(scatter.want(self._view), arrived)
-                self._scattered(scatter, len(arrived))
+            elif group.direct or frame > len(self._scratch):
+                self._begin_scatter()
             else:
                 seen = bytes(self._view[self._pos : self._pos + min(head, rest)])
                 if not group.header.startswith(seen):
                     self._fail(group, self._pos)
                 return
 
+    def _begin_scatter(self) -> None:
+        """Take the frames from here on that go straight to their places."""
+        frames: list[tuple[_Group, memoryview]] = []
+        while (group := self._group) is not None and len(frames) < _SCATTERED:
+            if frames and not group.direct:
+                break
+            count = min(group.count, _SCATTERED - len(frames))
+            size, into = group.size, group.into.data
+            frames += [(group, into[i * size : (i + 1) * size]) for i in range(count)]
+            self._took(group, count)
+        scatter = self._scatter = _Scatter(frames)
+        arrived = self.rest()
+        self._pos = self._fill = 0
+        if arrived:
+            spread(scatter.want(self._view), arrived)
+            self._scattered(scatter, len(arrived))
+
     def _scattered(self, scatter: _Scatter, n: int) -> None:
-        group = self._group
-        assert group is not None
+        before = scatter.received_bytes
         unexpected = scatter.got(n)
+        self.received_bytes += scatter.received_bytes - before
         if unexpected is not None:
-            rest = unexpected + bytes(self._view[: scatter.beyond])
+            group, rest = scatter.current, unexpected + bytes(self._view[: scatter.beyond])
             raise UnexpectedFrameError(group.read, group.size, rest)
         if scatter.done:
-            self._fill = scatter.beyond
             self._scatter = None
-            self._took(group, scatter.count)
+            self._fill = scatter.beyond
             self._advance()
 
     def _strip(self, group: _Group, count: int, head: int, frame: int) -> None:
@@ -368,7 +396,6 @@ class RangeReceiver:
         group.into[: count * group.size].reshape(count, group.size)[:] = payload
 
     def _took(self, group: _Group, count: int) -> None:
-        self._stripped_bytes += count * group.size
         group.count -= count
         group.into = group.into[count * group.size :]
         if not group.count:
