@@ -6,10 +6,10 @@ Two ways to read the rows of an entry, chosen by counting (numbers in ``docs/sto
   received straight into its place;
 - *gathered*: distinct rows in ascending order, received into a scratch buffer and picked out of
   it. Near neighbours are merged where that halves the number of ranges (of many small rows: leaves
-  a sixth): 8,192 of 10,000 rows are then a few long ranges. A gap is read through where it moves fewer bytes than another command
-  would, or where the whole read moves at most twice the bytes that it returns. Small rows are
-  gathered also without merging: ascending offsets have long runs of one width, whose commands
-  are encoded in bulk.
+  a sixth): 8,192 of 10,000 rows are then a few long ranges. A gap is read through where it moves
+  fewer bytes than another command would, or where the whole read moves at most twice the bytes
+  that it returns. Small rows are gathered also without merging: ascending offsets have long runs
+  of one width, whose commands are encoded in bulk.
 """
 
 from __future__ import annotations
