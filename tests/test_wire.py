@@ -46,6 +46,7 @@ CASES = {
     "several leaves": [[256] * 9, [1] * 9, [32] * 9],
     "ragged": [[1, 99, 1000, 5, 5, 12345]],
     "large": [[DIRECT_BYTES + 1] * 3, [8]],
+    "many sizes": [[1, 99, 1000, 5, 5, 12345] * 9, [7] * 20],
     "larger than the scratch": [[400_000, 3]],
     "nothing": [[]],
 }
@@ -64,21 +65,25 @@ def test_replies_are_stripped_whole_and_in_pieces(name, step):
 
 
 @pytest.mark.parametrize("step", [10**9, 1])
-@pytest.mark.parametrize("size", [10, DIRECT_BYTES])
+@pytest.mark.parametrize(
+    ("size", "count", "scattered"), [(10, 40, False), (10, 5, True), (DIRECT_BYTES, 40, True)]
+)
 @pytest.mark.parametrize(
     "frame",
     [b"-ERR no\r\n", b"$9\r\n123456789\r\n", b"$0\r\n\r\n", b"$-1\r\n", b"wrong end"],
 )
 @pytest.mark.parametrize("at", [0, 3])
-def test_an_unexpected_frame_is_left_for_the_parser(frame, at, size, step):
+def test_an_unexpected_frame_is_left_for_the_parser(frame, at, size, count, scattered, step):
     good = b"$%d\r\n%b\r\n" % (size, b"7" * size)
     if frame == b"wrong end":
         frame = good[:-2] + b"xx"
     stream = good * at + frame + good * 4
+    reads = reads_of([size] * count)
+    reads[0].ranges.uniform = True
     with pytest.raises(UnexpectedFrameError) as caught:
-        feed(RangeReceiver(reads_of([size] * 5)), stream, step)
+        feed(RangeReceiver(reads), stream, step)
     rest = caught.value.rest
-    if frame.endswith(b"xx") and size >= DIRECT_BYTES:
+    if frame.endswith(b"xx") and scattered:
         assert rest.startswith(b"x")
     else:
         assert frame.startswith(rest) or rest.startswith(frame)
