@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tdio.errors import CorruptEntry, IndexOutOfRange, InvalidIndex, UnsupportedValue
-from tdio.layout.buffers import pack, views
+from tdio.layout.buffers import allocate, pack, views
 from tdio.layout.dtypes import BY_NAME, as_bytes, dtype_from_name, dtype_name
 from tdio.layout.index import normalise, select
 from tdio.layout.paths import check_key, nest
@@ -263,3 +263,12 @@ def test_absurd_shapes_are_refused():
     for shape in ("[-1]", "[1e9]", "[9999999999999999999]", "[true]", "{}", "null", "[[1]]"):
         with pytest.raises(CorruptEntry):
             again(LeafSpec("x", torch.int8, (2,)), (2,), None, shape=shape)
+
+
+@pytest.mark.parametrize("nbytes", [0, 100, 5 * 1024 * 1024 + 3])
+def test_an_allocation_is_one_aligned_storage_that_can_be_shared(nbytes):
+    storage = allocate(nbytes)
+    assert storage.untyped_storage().nbytes() == nbytes and not storage.storage_offset()
+    assert storage.data_ptr() % 64 == 0
+    storage.fill_(7).share_memory_()
+    assert storage.is_shared() and (storage == 7).all()
