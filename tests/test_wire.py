@@ -2,7 +2,8 @@ import numpy as np
 import pytest
 
 from tdio.layout.plan import Ranges
-from tdio.wire.ranges import DIRECT_BYTES, RangeReceiver, UnexpectedFrameError, encode_reads, spread
+from tdio.wire.ranges import encode_reads
+from tdio.wire.receiving import DIRECT_BYTES, RangeReceiver, UnexpectedFrameError, spread
 from tdio.wire.requests import RangeRead
 
 

@@ -13,7 +13,7 @@ from tdio.transport.address import Address
 from tdio.transport.client import BACKOFF_S
 from tdio.transport.link import named
 from tdio.transport.protocol import Protocol, Steps
-from tdio.wire.ranges import spread
+from tdio.wire.receiving import spread
 from tdio.wire.requests import Operation, Pause, Request
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ import hiredis
 
 from tdio.errors import ServerUnavailable
 from tdio.transport.protocol import Protocol, drive
-from tdio.wire.ranges import spread
+from tdio.wire.receiving import spread
 from tdio.wire.requests import Pause, Request
 
 _SERVERS: weakref.WeakValueDictionary[int, MemoryServer] = weakref.WeakValueDictionary()

@@ -15,7 +15,8 @@ import hiredis
 import numpy as np
 
 from tdio.errors import CorruptEntry, EntryNotFound, ServerError
-from tdio.wire.ranges import SCRATCH_BYTES, RangeReceiver, UnexpectedFrameError, encode_reads
+from tdio.wire.ranges import encode_reads
+from tdio.wire.receiving import SCRATCH_BYTES, RangeReceiver, UnexpectedFrameError
 from tdio.wire.requests import Body, Commands, Fetch, encode_command, error_of
 
 #: Replies under way at once: above this the server copies what it cannot send (256 rows of 21 KB:

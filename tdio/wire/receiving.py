@@ -1,0 +1,312 @@
+r"""The replies of many range reads: check and strip their framing in bulk.
+
+The sizes of all replies are known before they arrive, so the reply stream is
+``$<size>\r\n<payload>\r\n`` with computable headers. Equal small sizes are checked and stripped
+as one strided copy; other payloads are received straight into their places. Any other frame (an
+error, a short reply) is left for the ordinary parser.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from tdio.wire.requests import RangeRead
+
+Bytes = npt.NDArray[np.uint8]
+
+#: A payload from this size on is received into its place, not through the scratch buffer.
+DIRECT_BYTES = 8 * 1024
+#: So many large frames are prepared for at once, and so many views handed out for one receive.
+_SCATTERED, _VIEWS = 256, 32
+SCRATCH_BYTES = 256 * 1024
+#: Of up to so many ranges each is received into its place, whatever its size: that is cheaper than
+#: to look for equal ones.
+_FEW = 16
+
+
+class UnexpectedFrameError(Exception):
+    """A reply that is not the bulk of the expected size; never leaves ``wire``/``transport``.
+
+    Attributes:
+        read: the read that was being answered, or None before the first.
+        size: the size that was expected.
+        rest: the bytes from the start of that frame on, as far as they have arrived.
+    """
+
+    def __init__(self, read: RangeRead | None, size: int, rest: bytes):
+        super().__init__(str(read))
+        self.read = read
+        self.size = size
+        self.rest = rest
+
+
+@dataclass(slots=True)
+class _Group:
+    """Consecutive frames of one size.
+
+    ``direct`` ones are received straight into their places.
+    """
+
+    read: RangeRead
+    size: int
+    count: int
+    into: Bytes
+    header: bytes
+    direct: bool
+
+
+def _groups(reads: Sequence[RangeRead]) -> Iterator[_Group]:
+    for read in reads:
+        ranges, at = read.ranges, 0
+        sizes = ranges.sizes
+        if len(sizes) <= _FEW:
+            for size in sizes.tolist():
+                into = read.into[at : (at := at + size)]
+                yield _Group(read, size, 1, into, b"$%d\r\n" % size, True)
+            continue
+        size = int(sizes[0])
+        if ranges.uniform:
+            direct = size >= DIRECT_BYTES
+            yield _Group(read, size, len(sizes), read.into, b"$%d\r\n" % size, direct)
+            continue
+        cuts = np.flatnonzero(np.diff(sizes)) + 1
+        firsts = np.concatenate([[0], cuts])
+        counts = np.diff(np.append(firsts, len(sizes)))
+        for size, count in zip(sizes[firsts].tolist(), counts.tolist(), strict=True):
+            into = read.into[at : (at := at + size * count)]
+            yield _Group(read, size, count, into, b"$%d\r\n" % size, size >= DIRECT_BYTES)
+
+
+class _Scatter:
+    """Consecutive frames, each payload received straight into its place.
+
+    The bytes around the payloads go into a small buffer of their own and are compared as they
+    arrive.
+
+    Attributes:
+        received_bytes: payload that has arrived.
+        beyond: how many bytes have come behind the last frame, in the view that followed.
+    """
+
+    def __init__(self, frames: Sequence[tuple[_Group, memoryview]]):
+        self.received_bytes = 0
+        self._frames = frames
+        self._framing = [frames[0][0].header]
+        self._framing += [b"\r\n" + group.header for group, _ in frames[1:]]
+        self._framing.append(b"\r\n")
+        room = memoryview(bytearray(sum(map(len, self._framing))))
+        at = 0
+        self._views: list[memoryview] = []
+        for part, (_, payload) in zip(self._framing, frames, strict=False):
+            self._views += room[at : at + len(part)], payload
+            at += len(part)
+        self._views.append(room[at:])
+        self._at = self._offset = self.beyond = 0
+
+    @property
+    def done(self) -> bool:
+        return self._at == len(self._views)
+
+    def want(self, behind: memoryview) -> list[memoryview]:
+        """Return where the next bytes go; ``behind`` takes those after the last frame."""
+        views = self._views[self._at : self._at + _VIEWS]
+        if self._offset:
+            views[0] = views[0][self._offset :]
+        if self._at + _VIEWS >= len(self._views):
+            views.append(behind)
+        return views
+
+    def got(self, n: int) -> bytes | None:
+        """Take note of ``n`` bytes; return what has arrived of a frame that was not expected."""
+        while n and not self.done:
+            view, before = self._views[self._at], self._offset
+            n -= (taken := min(n, len(view) - before))
+            self._offset += taken
+            if self._at % 2:
+                self.received_bytes += taken
+            elif (
+                view[before : self._offset] != (self._framing[self._at // 2][before : self._offset])
+            ):
+                return self._unexpected(n)
+            if self._offset == len(view):
+                self._at, self._offset = self._at + 1, 0
+        self.beyond = n
+        return None
+
+    @property
+    def current(self) -> _Group:
+        """The group of the frame that is arriving, or that has just ended."""
+        return self._frames[min(self._at // 2, len(self._frames) - 1)][0]
+
+    def _unexpected(self, more: int) -> bytes:
+        """Return the bytes from the first odd frame on; ``more`` have come after this view."""
+        arrived = b"".join(self._views[self._at :])
+        self.beyond = max(0, self._offset + more - len(arrived))
+        arrived = arrived[: self._offset + more]
+        return arrived[2:] if self._at and arrived[:2] == b"\r\n" else arrived
+
+
+def spread(views: Sequence[memoryview], data: bytes) -> None:
+    """Copy ``data`` into the views, one after the other."""
+    at = 0
+    for view in views:
+        part = data[at : at + len(view)]
+        view[: len(part)] = part
+        at += len(part)
+
+
+class RangeReceiver:
+    """Takes the reply stream of ``reads`` as it arrives and fills their buffers.
+
+    Ask ``want()`` for where the next bytes go, receive into it, say ``got(n)``; until ``done``.
+
+    Attributes:
+        received_bytes: payload that has arrived.
+    """
+
+    def __init__(
+        self, reads: Sequence[RangeRead], scratch: Bytes | None = None, *, prefix: bytes = b""
+    ):
+        self.received_bytes = 0
+        self._prefix = prefix
+        self._scratch = np.empty(SCRATCH_BYTES, np.uint8) if scratch is None else scratch
+        self._view = self._scratch.data
+        self._fill = 0
+        self._pos = 0
+        self._scatter: _Scatter | None = None
+        self._groups = _groups(reads)
+        self._group = next(self._groups, None)
+        if not prefix:
+            self._advance()
+
+    @property
+    def done(self) -> bool:
+        """Whether every reply has arrived."""
+        return self._group is None and self._scatter is None and not self._prefix
+
+    def rest(self) -> bytes:
+        """Return what has arrived behind the last reply."""
+        return bytes(self._view[self._pos : self._fill])
+
+    def want(self) -> list[memoryview]:
+        """Return the memory for the next bytes of the stream, a view or several in order."""
+        if self._scatter is not None:
+            return self._scatter.want(self._view)
+        if self._pos:
+            rest = self._fill - self._pos
+            self._scratch[:rest] = self._scratch[self._pos : self._fill].copy()
+            self._pos, self._fill = 0, rest
+        return [self._view[self._fill :]]
+
+    def got(self, n: int) -> None:
+        """Take note of ``n`` bytes received into ``want()``.
+
+        Raises:
+            UnexpectedFrameError: a frame that is not the one that was asked for.
+        """
+        if self._scatter is not None:
+            self._scattered(self._scatter, n)
+            return
+        self._fill += n
+        if self._prefix and not self._skip_prefix():
+            return
+        self._advance()
+
+    def _skip_prefix(self) -> bool:
+        """Consume the replies that stand before the first frame; return whether all are there."""
+        seen = bytes(self._view[self._pos : min(self._fill, self._pos + len(self._prefix))])
+        if seen != self._prefix[: len(seen)]:
+            # Frames differ in their first byte, so the first odd byte begins one.
+            same = next(i for i, byte in enumerate(seen) if byte != self._prefix[i])
+            raise UnexpectedFrameError(
+                self._group.read if self._group else None,
+                0,
+                bytes(self._view[self._pos + same : self._fill]),
+            )
+        self._pos += len(seen)
+        self._prefix = self._prefix[len(seen) :]
+        return not self._prefix
+
+    def _advance(self) -> None:
+        """Consume what is complete, then see that a large frame goes straight to its place."""
+        while self._group is not None and self._scatter is None:
+            group = self._group
+            head = len(group.header)
+            frame = head + group.size + 2
+            rest = self._fill - self._pos
+            count = min(group.count, rest // frame)
+            if count:
+                self._strip(group, count, head, frame)
+                self._pos += count * frame
+                self.received_bytes += count * group.size
+                self._took(group, count)
+            elif group.direct or frame > len(self._scratch):
+                self._begin_scatter()
+            else:
+                seen = bytes(self._view[self._pos : self._pos + min(head, rest)])
+                if not group.header.startswith(seen):
+                    self._fail(group, self._pos)
+                return
+
+    def _begin_scatter(self) -> None:
+        """Take the frames from here on that go straight to their places."""
+        frames: list[tuple[_Group, memoryview]] = []
+        while (group := self._group) is not None and len(frames) < _SCATTERED:
+            if frames and not group.direct:
+                break
+            count = min(group.count, _SCATTERED - len(frames))
+            size, into = group.size, group.into.data
+            frames += [(group, into[i * size : (i + 1) * size]) for i in range(count)]
+            self._took(group, count)
+        scatter = self._scatter = _Scatter(frames)
+        arrived = self.rest()
+        self._pos = self._fill = 0
+        if arrived:
+            spread(scatter.want(self._view), arrived)
+            self._scattered(scatter, len(arrived))
+
+    def _scattered(self, scatter: _Scatter, n: int) -> None:
+        before = scatter.received_bytes
+        unexpected = scatter.got(n)
+        self.received_bytes += scatter.received_bytes - before
+        if unexpected is not None:
+            group, rest = scatter.current, unexpected + bytes(self._view[: scatter.beyond])
+            raise UnexpectedFrameError(group.read, group.size, rest)
+        if scatter.done:
+            self._scatter = None
+            self._fill = scatter.beyond
+            self._advance()
+
+    def _strip(self, group: _Group, count: int, head: int, frame: int) -> None:
+        if count == 1:
+            at = self._pos
+            sound = bytes(self._view[at : at + head]) == group.header
+            if not (sound and bytes(self._view[at + frame - 2 : at + frame]) == b"\r\n"):
+                self._fail(group, at)
+            group.into[: group.size] = self._scratch[at + head : at + frame - 2]
+            return
+        frames = self._scratch[self._pos : self._pos + count * frame].reshape(count, frame)
+        good = frames[:, :head] == np.frombuffer(group.header, np.uint8)
+        ends = frames[:, -2:] == _CRLF
+        if not (good.all() and ends.all()):
+            bad = int(np.argmin(good.all(axis=1) & ends.all(axis=1)))
+            self._fail(group, self._pos + bad * frame)
+        payload = frames[:, head:-2]
+        group.into[: count * group.size].reshape(count, group.size)[:] = payload
+
+    def _took(self, group: _Group, count: int) -> None:
+        group.count -= count
+        group.into = group.into[count * group.size :]
+        if not group.count:
+            self._group = next(self._groups, None)
+
+    def _fail(self, group: _Group, at: int) -> None:
+        rest = bytes(self._view[at : self._fill])
+        raise UnexpectedFrameError(group.read, group.size, rest)
+
+
+_CRLF = np.frombuffer(b"\r\n", np.uint8)
