@@ -133,9 +133,9 @@ def plan_rows(selection: Selection | Int64Array, row_bytes: int, *, gather: bool
         if small:
             sizes = np.full(len(distinct), row_bytes)
             return Ranges(distinct * row_bytes, sizes, places, row_bytes, True)
-    if len(firsts) * 8 > len(selection.positions) * 7:
-        # Hardly a run is longer than a row: ranges of one size are handled in bulk.
-        firsts, counts = selection.positions, np.ones(len(selection.positions), np.int64)
+        if len(firsts) * 8 > len(selection.positions) * 7:
+            # Hardly a run is longer than a row: replies of one size are handled in bulk.
+            firsts, counts = selection.positions, np.ones(len(selection.positions), np.int64)
     uniform = len(firsts) == len(selection.positions)
     return Ranges(firsts * row_bytes, counts * row_bytes, None, row_bytes, uniform)
 

@@ -12,11 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from tdio.wire.ranges import Bytes
 from tdio.wire.requests import RangeRead
-
-Bytes = npt.NDArray[np.uint8]
 
 #: A payload from this size on is received into its place, not through the scratch buffer.
 DIRECT_BYTES = 8 * 1024
@@ -61,24 +59,20 @@ class _Group:
 
 def _groups(reads: Sequence[RangeRead]) -> Iterator[_Group]:
     for read in reads:
-        ranges, at = read.ranges, 0
-        sizes = ranges.sizes
-        if len(sizes) <= _FEW:
-            for size in sizes.tolist():
-                into = read.into[at : (at := at + size)]
-                yield _Group(read, size, 1, into, b"$%d\r\n" % size, True)
-            continue
-        size = int(sizes[0])
-        if ranges.uniform:
-            direct = size >= DIRECT_BYTES
-            yield _Group(read, size, len(sizes), read.into, b"$%d\r\n" % size, direct)
-            continue
-        cuts = np.flatnonzero(np.diff(sizes)) + 1
-        firsts = np.concatenate([[0], cuts])
-        counts = np.diff(np.append(firsts, len(sizes)))
-        for size, count in zip(sizes[firsts].tolist(), counts.tolist(), strict=True):
+        sizes, at = read.ranges.sizes, 0
+        few = len(sizes) <= _FEW
+        if few:
+            runs = [(size, 1) for size in sizes.tolist()]
+        elif read.ranges.uniform:
+            runs = [(int(sizes[0]), len(sizes))]
+        else:
+            cuts = np.flatnonzero(np.diff(sizes)) + 1
+            firsts = np.concatenate([[0], cuts])
+            counts = np.diff(np.append(firsts, len(sizes)))
+            runs = list(zip(sizes[firsts].tolist(), counts.tolist(), strict=True))
+        for size, count in runs:
             into = read.into[at : (at := at + size * count)]
-            yield _Group(read, size, count, into, b"$%d\r\n" % size, size >= DIRECT_BYTES)
+            yield _Group(read, size, count, into, b"$%d\r\n" % size, few or size >= DIRECT_BYTES)
 
 
 class _Scatter:
