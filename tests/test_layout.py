@@ -124,8 +124,8 @@ def execute(ranges, blob):
 def test_planned_rows_are_the_rows(count, row_bytes, data):
     positions = np.array(data.draw(st.lists(st.integers(0, count - 1), max_size=60)), np.int64)
     blob = np.random.default_rng(0).integers(0, 256, count * row_bytes).astype(np.uint8)
-    for gather in (True, False):
-        got = execute(plan_rows(positions, row_bytes, gather=gather), blob)
+    for how in ({}, {"gather": False}, {"spare": 1 << 20}):
+        got = execute(plan_rows(positions, row_bytes, **how), blob)
         want = blob.reshape(count, row_bytes)[positions].reshape(-1)
         assert np.array_equal(got, want)
 
@@ -150,6 +150,17 @@ def test_most_rows_are_read_in_long_runs_and_few_rows_move_what_they_return():
     assert sparse.moved_bytes < 2 * 256 * 256
     strided = plan_rows(np.arange(0, 100_000, 100), 4096)
     assert strided.moved_bytes == 1000 * 4096
+
+
+def test_gaps_of_a_small_leaf_are_paid_from_what_the_others_return_and_no_more():
+    positions = np.random.default_rng(0).permutation(10_000)[:256]
+    own = 256 * 32
+    alone = plan_rows(positions, 32)
+    assert len(alone.starts) == 256 and alone.moved_bytes == own
+    beside = plan_rows(positions, 32, spare=1 << 20)
+    assert len(beside.starts) < 30 and own < beside.moved_bytes < own + (1 << 20)
+    short = plan_rows(positions, 32, spare=100_000)
+    assert short.moved_bytes == own
 
 
 def test_long_ranges_are_cut_into_pieces():

@@ -47,6 +47,8 @@ CASES = {
     "several leaves": [[256] * 9, [1] * 9, [32] * 9],
     "ragged": [[1, 99, 1000, 5, 5, 12345]],
     "large": [[DIRECT_BYTES + 1] * 3, [8]],
+    "large behind small": [[8] * 30, [DIRECT_BYTES] * 40, [5] * 30, [3]],
+    "more large ones than are prepared for": [[DIRECT_BYTES] * 150, [5]],
     "many sizes": [[1, 99, 1000, 5, 5, 12345] * 9, [7] * 20],
     "larger than the scratch": [[400_000, 3]],
     "nothing": [[]],

@@ -7,9 +7,9 @@ Two ways to read the rows of an entry, chosen by counting (numbers in ``docs/sto
 - *gathered*: distinct rows in ascending order, received into a scratch buffer and picked out of
   it. Near neighbours are merged where that halves the number of ranges (of many small rows: leaves
   a sixth): 8,192 of 10,000 rows are then a few long ranges. A gap is read through where it moves
-  fewer bytes than another command would, or where the whole read moves at most twice the bytes
-  that it returns. Small rows are gathered also without merging: ascending offsets have long runs
-  of one width, whose commands are encoded in bulk.
+  fewer bytes than another command would, or where it costs less time than one and the whole read
+  moves at most twice the bytes that it returns. Small rows are gathered also without merging:
+  ascending offsets have long runs of one width, whose commands are encoded in bulk.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from tdio.layout.spec import Int64Array
 COMMAND_BYTES = 128
 #: Merging more than this many bytes of gap saves no time even at full density.
 MAX_GAP_BYTES = 16 * 1024
+#: So many bytes take as long as another GETRANGE and its reply (about 2.7 us).
+QUICK_BYTES = 4 * 1024
 #: A range longer than this is asked for in pieces, so that the server's reply buffer is bounded.
 PIECE_BYTES = 1024 * 1024
 #: Rows up to this size are read in ascending order and put in their places by one more copy.
@@ -80,64 +82,85 @@ class Selection:
 
     def __init__(self, positions: Int64Array):
         self.positions = positions
-        self._runs: tuple[Int64Array, Int64Array] | None = None
-        self._distinct: tuple[Int64Array, Int64Array] | None = None
-        self._gaps: Int64Array | None = None
+        self._breaks: Int64Array | None = None
+        self._distinct: tuple[Int64Array, Int64Array, Int64Array] | None = None
+        self._ascending: Int64Array | None = None
 
     @property
-    def runs(self) -> tuple[Int64Array, Int64Array]:
-        """First row and length of each run of consecutive positions, in order."""
-        if self._runs is None:
+    def breaks(self) -> Int64Array:
+        """Where a run of consecutive positions ends and the next begins, in order."""
+        if self._breaks is None:
             rows = self.positions
-            breaks = np.flatnonzero(rows[1:] - rows[:-1] != 1) + 1
-            starts = np.concatenate([_FIRST, breaks])
-            ends = np.append(starts[1:], len(rows))
-            self._runs = rows[starts], ends - starts
-        return self._runs
+            self._breaks = (rows[1:] - rows[:-1] != 1).nonzero()[0] + 1
+        return self._breaks
+
+    def runs(self) -> tuple[Int64Array, Int64Array]:
+        """Return the first row and the length of each run, in order."""
+        starts = np.concatenate([_FIRST, self.breaks])
+        ends = np.append(self.breaks, len(self.positions))
+        return self.positions[starts], ends - starts
 
     @property
-    def distinct(self) -> tuple[Int64Array, Int64Array]:
-        """Distinct rows in ascending order, and for each position its place among them."""
+    def distinct(self) -> tuple[Int64Array, Int64Array, Int64Array]:
+        """Distinct rows in ascending order, for each position its place among them, the gaps.
+
+        A gap is the number of rows between two neighbours.
+        """
         if self._distinct is None:
-            rows, places = np.unique(self.positions, return_inverse=True)
-            self._distinct = rows, places.reshape(-1)
+            order = self.positions.argsort()
+            rows = self.positions[order]
+            gaps = rows[1:] - rows[:-1] - 1
+            if len(gaps) and gaps.min() < 0:
+                rows, places = np.unique(self.positions, return_inverse=True)
+                places, gaps = places.reshape(-1), rows[1:] - rows[:-1] - 1
+            else:
+                places = np.empty_like(order)
+                places[order] = np.arange(len(order))
+            self._distinct = rows, places, gaps
         return self._distinct
 
-    @property
-    def gaps(self) -> Int64Array:
-        """Rows between neighbouring distinct rows."""
-        if self._gaps is None:
-            rows = self.distinct[0]
-            self._gaps = rows[1:] - rows[:-1] - 1
-        return self._gaps
+    def gap_above(self, wider: int) -> int:
+        """Return the widest gap, in rows, where ``wider`` others are not narrower."""
+        if self._ascending is None:
+            self._ascending = np.sort(self.distinct[2])
+        last = len(self._ascending) - 1 - wider
+        return int(self._ascending[last]) if last >= 0 else 0
 
 
-def plan_rows(selection: Selection | Int64Array, row_bytes: int, *, gather: bool = True) -> Ranges:
+def plan_rows(
+    selection: Selection | Int64Array, row_bytes: int, *, gather: bool = True, spare: int = 0
+) -> Ranges:
     """Return the ranges that bring the selected rows of ``row_bytes`` each.
 
-    ``gather=False`` allows the direct way only: the ranges of a write.
+    Args:
+        selection: the rows.
+        row_bytes: size of a row.
+        gather: False allows the direct way only: the ranges of a write.
+        spare: bytes that the other leaves of the batch leave over for gaps.
     """
     if not isinstance(selection, Selection):
         selection = Selection(selection)
-    if not len(selection.positions) or not row_bytes:
+    positions = selection.positions
+    if not len(positions) or not row_bytes:
         return Ranges(_NONE, _NONE, None, row_bytes)
-    if len(selection.positions) == 1:
-        return one_range(int(selection.positions[0]) * row_bytes, row_bytes)
-    firsts, counts = selection.runs
-    if len(firsts) > 1 and gather:
-        distinct, places = selection.distinct
-        cuts = np.flatnonzero(selection.gaps > _gap_limit(selection.gaps, row_bytes))
-        small = row_bytes <= SORTED_ROW_BYTES and len(firsts) >= _FEW
-        if (_BULK if small else 2) * (len(cuts) + 1) <= len(firsts):
-            return _gathered(distinct, places, cuts, row_bytes)
+    if len(positions) == 1:
+        return one_range(int(positions[0]) * row_bytes, row_bytes)
+    runs = len(selection.breaks) + 1
+    if runs > 1 and gather:
+        small = row_bytes <= SORTED_ROW_BYTES and runs >= _FEW
+        limit = _gap_limit(selection, row_bytes, runs // (_BULK if small else 2) - 1, spare)
+        if limit is not None:
+            return _gathered(selection, limit, row_bytes)
         if small:
+            distinct, places, _ = selection.distinct
             sizes = np.full(len(distinct), row_bytes)
             return Ranges(distinct * row_bytes, sizes, places, row_bytes, True)
-        if len(firsts) * 8 > len(selection.positions) * 7:
-            # Hardly a run is longer than a row: replies of one size are handled in bulk.
-            firsts, counts = selection.positions, np.ones(len(selection.positions), np.int64)
-    uniform = len(firsts) == len(selection.positions)
-    return Ranges(firsts * row_bytes, counts * row_bytes, None, row_bytes, uniform)
+    if runs == len(positions) or (gather and runs * 8 > len(positions) * 7):
+        # Hardly a run is longer than a row: replies of one size are handled in bulk.
+        sizes = np.full(len(positions), row_bytes)
+        return Ranges(positions * row_bytes, sizes, None, row_bytes, True)
+    firsts, counts = selection.runs()
+    return Ranges(firsts * row_bytes, counts * row_bytes, None, row_bytes)
 
 
 def plan_elements(positions: Int64Array, offsets: Int64Array) -> Ranges:
@@ -165,17 +188,29 @@ def in_pieces(ranges: Ranges) -> Ranges:
     return Ranges(starts, np.minimum(ends - starts, PIECE_BYTES), ranges.rows, ranges.row_bytes)
 
 
-def _gap_limit(gaps: Int64Array, row_bytes: int) -> int:
-    """Return the widest gap, in rows, that is worth reading through."""
-    wide = MAX_GAP_BYTES // row_bytes
-    if int(gaps[gaps <= wide].sum()) <= len(gaps) + 1:
-        return wide
-    return COMMAND_BYTES // row_bytes
+def _gap_limit(selection: Selection, row_bytes: int, most: int, spare: int) -> int | None:
+    """Return the widest gap, in rows, to read through so that at most ``most`` wider ones are left.
+
+    None where it is not worth it.
+    """
+    if most < 0:
+        return None
+    needed, gaps = selection.gap_above(most), selection.distinct[2]
+    own = len(selection.positions) * row_bytes
+    for most_bytes, room in ((MAX_GAP_BYTES, own), (QUICK_BYTES, spare), (COMMAND_BYTES, None)):
+        limit = most_bytes // row_bytes
+        if needed > limit:
+            return None
+        if room is None or int(gaps[gaps <= limit].sum()) * row_bytes <= room:
+            return limit
+    return None
 
 
-def _gathered(distinct: Int64Array, places: Int64Array, cuts: Int64Array, row_bytes: int) -> Ranges:
-    """Return one range from each cut to the next, gaps included."""
-    firsts = distinct[np.concatenate([[0], cuts + 1])]
+def _gathered(selection: Selection, limit: int, row_bytes: int) -> Ranges:
+    """Return one range for each stretch without a gap above ``limit`` rows, gaps included."""
+    distinct, places, gaps = selection.distinct
+    cuts = np.flatnonzero(gaps > limit)
+    firsts = distinct[np.concatenate([_FIRST, cuts + 1])]
     counts = distinct[np.append(cuts, len(distinct) - 1)] - firsts + 1
     # Row p of the entry lies at scratch row base(range of p) + p - first(range of p).
     shift = np.cumsum(counts) - counts - firsts

@@ -35,19 +35,30 @@ def plan_leaves(
     *,
     gather: bool = True,
 ) -> list[Ranges]:
-    """Plan the same rows of several homogeneous leaves."""
-    plans: list[Ranges] = []
+    """Plan the same rows of several homogeneous leaves.
+
+    What is read between the rows of all of them is at most as much as what is returned.
+    """
     plain = Selection(rows.positions)
     swapped: Selection | None = None
     inner = math.prod(batch[rows.depth :])
+    chosen: list[tuple[Selection, int]] = []
     for spec in specs:
         row = math.prod(feature(spec, batch)) * spec.dtype.itemsize
         if stack and spec.stack_first:
             if swapped is None:
                 swapped = Selection(_to_stack_first(rows, batch, stack))
-            plans.append(plan_rows(swapped, row, gather=gather))
+            chosen.append((swapped, row))
         else:
-            plans.append(plan_rows(plain, inner * row, gather=gather))
+            chosen.append((plain, inner * row))
+    sizes = [len(selection.positions) * row for selection, row in chosen]
+    spare = sum(sizes)
+    plans: list[Any] = [None] * len(specs)
+    for at in sorted(range(len(specs)), key=sizes.__getitem__):
+        selection, row = chosen[at]
+        plans[at] = plan_rows(selection, row, gather=gather, spare=spare)
+        if plans[at].rows is not None:
+            spare -= max(0, plans[at].moved_bytes - sizes[at])
     return plans
 
 
@@ -75,8 +86,8 @@ class _Gather:
         assert self.plan.rows is not None
         size = self.plan.row_bytes
         table, target = self.scratch.reshape(-1, size), self.into.reshape(-1, size)
-        if size % 8 == 0 and self.into.ctypes.data % 8 == 0:
-            # Whole words: a gather of bytes costs three times as much.
+        if size % 8 == 0:
+            # Whole words (slots are aligned): a gather of bytes costs three times as much.
             table, target = table.view(np.int64), target.view(np.int64)
         np.take(table, self.plan.rows, axis=0, out=target, mode="clip")
 
@@ -102,12 +113,18 @@ def reads_into(
             into = gathers[-1].scratch
         what = (spec.path, location)
         reads.append(RangeRead(names.data(spec.path), in_pieces(plan), into, what))
+    # Small ones first: while the server is at them, the rest is encoded and prepared for.
+    reads.sort(key=_nbytes)
 
     def place() -> None:
         for gather in gathers:
             gather.place()
 
     return reads, place
+
+
+def _nbytes(read: RangeRead) -> int:
+    return len(read.into)
 
 
 def check_held(handle: Handle, specs: Sequence[LeafSpec], nbytes: int) -> Operation[None]:

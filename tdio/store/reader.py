@@ -65,13 +65,13 @@ def reading(
     items = normalise(index, len(frame.batch))
     if any(isinstance(spec, LeafSpec) and spec.ragged for spec in specs.values()):
         return (yield from _ragged(handle, paths, items, device, prefix))
-    rows = select(frame.batch, items)
     plan = partial(_planning, handle, paths, device=device, prefix=prefix)
     try:
         return (yield from handle.fetch(lambda: plan(None, items)))
     except _BecameRagged:
         return (yield from _ragged(handle, paths, items, device, prefix))
     except Contended:
+        rows = select(frame.batch, items)
         if len(rows.positions) < 2 or not rows.depth:
             raise
     # Fewer rows at once: writers come between less often.

@@ -20,6 +20,12 @@ from tdio.errors import AuthenticationFailed, ServerTimeout, ServerUnavailable
 #: otherwise with redis-py's own arguments of these names.
 SOCKET_CONNECT_TIMEOUT_S = 0.8
 SOCKET_TIMEOUT_S = 10.0
+#: Bytes of replies under way at once, from a server on this host and over a network. Above the
+#: first the server copies what it cannot send yet (256 rows of 21 KB: 9.5 ms a batch with 16 MiB,
+#: 5.9 ms with 256 KiB); below the second the way there and back is waited for again and again (the
+#: same rows over 1 ms of round trip: 54 ms with 256 KiB, 16 ms with 2 MiB).
+WINDOW_BYTES, FAR_WINDOW_BYTES = 256 * 1024, 2 * 1024 * 1024
+_NEAR = ("localhost", "127.0.0.1", "::1")
 #: Options that hold a secret: shown nowhere, and pickled only for a worker process.
 _SECRETS = ("password", "ssl_password", "credential_provider")
 _FROM_CLIENT = (
@@ -57,6 +63,12 @@ class Address:
     def timeout_s(self) -> float:
         """Seconds without a byte from the server after which a wait ends."""
         return float(self.options.get("socket_timeout") or SOCKET_TIMEOUT_S)
+
+    @property
+    def window_bytes(self) -> int:
+        """How many bytes of replies may be under way at once."""
+        near = self.unix_socket_path or self.host in _NEAR
+        return WINDOW_BYTES if near else FAR_WINDOW_BYTES
 
     @classmethod
     def of_client(cls, client: Any) -> Address:

@@ -26,7 +26,7 @@ class AsyncLink:
     def __init__(self, address: Address, connection: Any):
         self._address = address
         self._connection = connection
-        self._protocol = Protocol(address)
+        self._protocol = Protocol(address, address.window_bytes)
         self.broken = False
 
     def stale(self) -> bool:

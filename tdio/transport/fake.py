@@ -15,6 +15,7 @@ from typing import Any
 import hiredis
 
 from tdio.errors import ServerUnavailable
+from tdio.transport.address import WINDOW_BYTES
 from tdio.transport.protocol import Protocol, drive
 from tdio.wire.receiving import spread
 from tdio.wire.requests import Pause, Request
@@ -161,7 +162,7 @@ class _MemoryLink:
     def __init__(self, server: MemoryServer):
         self._server = server
         self._generation = server._generation
-        self._protocol = Protocol(server)
+        self._protocol = Protocol(server, WINDOW_BYTES)
         self._session = _Session()
         self._parser = hiredis.Reader()
         self._answers = bytearray()

@@ -27,7 +27,7 @@ class Link:
         # redis-py connects, authenticates and does TLS; from here on the socket is ours.
         self._socket: socket.socket = self._connection._sock
         self._socket.settimeout(address.timeout_s)
-        self._protocol = Protocol(address)
+        self._protocol = Protocol(address, address.window_bytes)
         self.broken = False
 
     def close(self) -> None:

@@ -19,9 +19,6 @@ from tdio.wire.ranges import encode_reads
 from tdio.wire.receiving import SCRATCH_BYTES, RangeReceiver, UnexpectedFrameError
 from tdio.wire.requests import Body, Commands, Fetch, encode_command, error_of
 
-#: Replies under way at once: above this the server copies what it cannot send (256 rows of 21 KB:
-#: 9.5 ms a batch with 16 MiB, 7.5 ms with 512 KiB).
-WINDOW_BYTES = 512 * 1024
 _SEND_BYTES = 64 * 1024
 #: So many bytes of commands are sent at once: the server begins while the rest is encoded.
 _EARLY_BYTES = 8 * 1024
@@ -33,12 +30,17 @@ Steps = Generator[tuple[bool, Any], int, Any]
 class Protocol:
     """The state of one connection: a reply parser and a buffer to receive into.
 
+    Args:
+        where: the server, for errors.
+        window_bytes: how many bytes of replies may be under way.
+
     Attributes:
         in_step: whether every reply that was asked for has been read.
     """
 
-    def __init__(self, where: Any):
+    def __init__(self, where: Any, window_bytes: int):
         self._where = where
+        self._window_bytes = window_bytes
         self._reader = hiredis.Reader()
         self._scratch = np.empty(SCRATCH_BYTES, np.uint8)
         self.in_step = True
@@ -126,7 +128,7 @@ class Protocol:
             pending = b"*1\r\n$5\r\nMULTI\r\n"
         receiver = RangeReceiver(request.reads, self._scratch, prefix=prefix)
         # In a transaction nothing is sent back before the end.
-        window = float("inf") if request.atomic else WINDOW_BYTES
+        window = float("inf") if request.atomic else self._window_bytes
         asked, sent = 0, False
         try:
             while not (sent and receiver.done):

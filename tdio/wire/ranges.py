@@ -33,17 +33,20 @@ def encode_reads(reads: Sequence[RangeRead]) -> Iterator[tuple[bytes, int]]:
             start, size = read.ranges.single
             yield head + _numbers(start, start + size - 1), size
             continue
-        per_batch = max(1, min(BATCH_COMMANDS, BATCH_BYTES // int(sizes.max())))
+        uniform = read.ranges.uniform
+        largest = read.ranges.row_bytes if uniform else int(sizes.max())
+        per_batch = max(1, min(BATCH_COMMANDS, BATCH_BYTES // largest))
+        few = min(per_batch, len(starts)) <= _FEW
         ends = starts + sizes - 1
-        if min(per_batch, len(starts)) <= _FEW:
-            numbers = list(map(_numbers, starts.tolist(), ends.tolist()))
-            for at in range(0, len(numbers), per_batch):
-                part = slice(at, at + per_batch)
-                yield head + head.join(numbers[part]), int(sizes[part].sum())
-            continue
         for at in range(0, len(starts), per_batch):
             part = slice(at, at + per_batch)
-            yield _encode(head, starts[part], ends[part]), int(sizes[part].sum())
+            first, last = starts[part], ends[part]
+            total = largest * len(first) if uniform else int(sizes[part].sum())
+            if few:
+                numbers = map(_numbers, first.tolist(), last.tolist())
+                yield head + head.join(numbers), total
+            else:
+                yield _encode(head, first, last), total
 
 
 @functools.lru_cache(4096)

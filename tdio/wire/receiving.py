@@ -8,8 +8,12 @@ error, a short reply) is left for the ordinary parser.
 
 from __future__ import annotations
 
+import bisect
+import itertools
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -18,8 +22,8 @@ from tdio.wire.requests import RangeRead
 
 #: A payload from this size on is received into its place, not through the scratch buffer.
 DIRECT_BYTES = 8 * 1024
-#: So many large frames are prepared for at once, and so many views handed out for one receive.
-_SCATTERED, _VIEWS = 256, 32
+#: So many large frames are prepared for at a time: one lot ahead of the one that is arriving.
+_SCATTERED = 16
 SCRATCH_BYTES = 256 * 1024
 #: Of up to so many ranges each is received into its place, whatever its size: that is cheaper than
 #: to look for equal ones.
@@ -79,56 +83,55 @@ class _Scatter:
     """Consecutive frames, each payload received straight into its place.
 
     The bytes around the payloads go into a small buffer of their own and are compared as they
-    arrive.
+    arrive. Views of framing and of payload alternate; where the stream is in them is looked up,
+    not walked to.
 
     Attributes:
         received_bytes: payload that has arrived.
-        beyond: how many bytes have come behind the last frame, in the view that followed.
+        beyond: how many bytes have come behind the last frame, in the views that followed.
     """
 
     def __init__(self, frames: Sequence[tuple[_Group, memoryview]]):
-        self.received_bytes = 0
+        self.received_bytes = self.beyond = 0
         self._frames = frames
-        self._framing = [frames[0][0].header]
-        self._framing += [b"\r\n" + group.header for group, _ in frames[1:]]
-        self._framing.append(b"\r\n")
-        room = memoryview(bytearray(sum(map(len, self._framing))))
-        at = 0
-        self._views: list[memoryview] = []
-        for part, (_, payload) in zip(self._framing, frames, strict=False):
-            self._views += room[at : at + len(part)], payload
-            at += len(part)
-        self._views.append(room[at:])
-        self._at = self._offset = self.beyond = 0
+        framing = [b"\r\n" + group.header for group, _ in frames]
+        framing[0] = framing[0][2:]
+        framing.append(b"\r\n")
+        self._expected = b"".join(framing)
+        self._arrived = bytearray(len(self._expected))
+        #: Where each part of the framing starts in ``_arrived``.
+        self._starts = list(itertools.accumulate(map(len, framing), initial=0))
+        room = memoryview(self._arrived)
+        parts: list[Any] = [None] * (2 * len(frames) + 1)
+        parts[::2] = [room[lo:hi] for lo, hi in itertools.pairwise(self._starts)]
+        parts[1::2] = [payload for _, payload in frames]
+        self._views: list[memoryview] = parts
+        #: Where in the stream each view ends.
+        self._ends = list(itertools.accumulate(map(len, parts)))
+        self._total = self._framed = self._at = self._offset = 0
 
     @property
     def done(self) -> bool:
         return self._at == len(self._views)
 
-    def want(self, behind: memoryview) -> list[memoryview]:
-        """Return where the next bytes go; ``behind`` takes those after the last frame."""
-        views = self._views[self._at : self._at + _VIEWS]
+    def want(self) -> list[memoryview]:
+        """Return where the next bytes go."""
+        views = self._views[self._at :]
         if self._offset:
             views[0] = views[0][self._offset :]
-        if self._at + _VIEWS >= len(self._views):
-            views.append(behind)
         return views
 
     def got(self, n: int) -> bytes | None:
         """Take note of ``n`` bytes; return what has arrived of a frame that was not expected."""
-        while n and not self.done:
-            view, before = self._views[self._at], self._offset
-            n -= (taken := min(n, len(view) - before))
-            self._offset += taken
-            if self._at % 2:
-                self.received_bytes += taken
-            elif (
-                view[before : self._offset] != (self._framing[self._at // 2][before : self._offset])
-            ):
-                return self._unexpected(n)
-            if self._offset == len(view):
-                self._at, self._offset = self._at + 1, 0
-        self.beyond = n
+        total = min(self._total + n, self._ends[-1])
+        self.beyond = self._total + n - total
+        self._at = at = bisect.bisect_right(self._ends, total)
+        self._offset = total - (self._ends[at - 1] if at else 0)
+        framed = self._starts[(at + 1) // 2] + (0 if at % 2 else self._offset)
+        before, self._framed, self._total = self._framed, framed, total
+        self.received_bytes = total - framed
+        if self._arrived[before:framed] != self._expected[before:framed]:
+            return self._unexpected(before)
         return None
 
     @property
@@ -136,12 +139,14 @@ class _Scatter:
         """The group of the frame that is arriving, or that has just ended."""
         return self._frames[min(self._at // 2, len(self._frames) - 1)][0]
 
-    def _unexpected(self, more: int) -> bytes:
-        """Return the bytes from the first odd frame on; ``more`` have come after this view."""
-        arrived = b"".join(self._views[self._at :])
-        self.beyond = max(0, self._offset + more - len(arrived))
-        arrived = arrived[: self._offset + more]
-        return arrived[2:] if self._at and arrived[:2] == b"\r\n" else arrived
+    def _unexpected(self, before: int) -> bytes:
+        """Return the bytes from the first odd frame on; framing up to ``before`` was sound."""
+        odd = next(i for i in range(before, self._framed) if self._arrived[i] != self._expected[i])
+        part = bisect.bisect_right(self._starts, odd) - 1
+        self._at = 2 * part
+        begin = self._ends[2 * part - 1] if part else 0
+        rest = b"".join(self._views[2 * part :])[: self._total - begin]
+        return rest[2:] if part and rest[:2] == b"\r\n" else rest
 
 
 def spread(views: Sequence[memoryview], data: bytes) -> None:
@@ -171,16 +176,16 @@ class RangeReceiver:
         self._view = self._scratch.data
         self._fill = 0
         self._pos = 0
-        self._scatter: _Scatter | None = None
+        self._scatters: deque[_Scatter] = deque()
         self._groups = _groups(reads)
         self._group = next(self._groups, None)
-        if not prefix:
-            self._advance()
+        #: Nothing has been prepared for yet: that is done while the server works.
+        self._new = not prefix
 
     @property
     def done(self) -> bool:
         """Whether every reply has arrived."""
-        return self._group is None and self._scatter is None and not self._prefix
+        return self._group is None and not self._scatters and not self._prefix
 
     def rest(self) -> bytes:
         """Return what has arrived behind the last reply."""
@@ -188,8 +193,16 @@ class RangeReceiver:
 
     def want(self) -> list[memoryview]:
         """Return the memory for the next bytes of the stream, a view or several in order."""
-        if self._scatter is not None:
-            return self._scatter.want(self._view)
+        if self._new:
+            self._new = False
+            self._advance()
+        if self._scatters:
+            if len(self._scatters) < 2:
+                self._prepare()
+            views = [view for scatter in self._scatters for view in scatter.want()]
+            if self._group is None or not self._group.direct:
+                views.append(self._view)
+            return views
         if self._pos:
             rest = self._fill - self._pos
             self._scratch[:rest] = self._scratch[self._pos : self._fill].copy()
@@ -202,8 +215,8 @@ class RangeReceiver:
         Raises:
             UnexpectedFrameError: a frame that is not the one that was asked for.
         """
-        if self._scatter is not None:
-            self._scattered(self._scatter, n)
+        if self._scatters:
+            self._scattered(n)
             return
         self._fill += n
         if self._prefix and not self._skip_prefix():
@@ -227,7 +240,7 @@ class RangeReceiver:
 
     def _advance(self) -> None:
         """Consume what is complete, then see that a large frame goes straight to its place."""
-        while self._group is not None and self._scatter is None:
+        while self._group is not None and not self._scatters:
             group = self._group
             head = len(group.header)
             frame = head + group.size + 2
@@ -238,7 +251,7 @@ class RangeReceiver:
                 self._pos += count * frame
                 self.received_bytes += count * group.size
                 self._took(group, count)
-            elif group.direct or frame > len(self._scratch):
+            elif group.direct:
                 self._begin_scatter()
             else:
                 seen = bytes(self._view[self._pos : self._pos + min(head, rest)])
@@ -247,32 +260,43 @@ class RangeReceiver:
                 return
 
     def _begin_scatter(self) -> None:
-        """Take the frames from here on that go straight to their places."""
-        frames: list[tuple[_Group, memoryview]] = []
-        while (group := self._group) is not None and len(frames) < _SCATTERED:
-            if frames and not group.direct:
-                break
-            count = min(group.count, _SCATTERED - len(frames))
-            size, into = group.size, group.into.data
-            frames += [(group, into[i * size : (i + 1) * size]) for i in range(count)]
-            self._took(group, count)
-        scatter = self._scatter = _Scatter(frames)
+        self._prepare()
         arrived = self.rest()
         self._pos = self._fill = 0
         if arrived:
-            spread(scatter.want(self._view), arrived)
-            self._scattered(scatter, len(arrived))
+            # Less than the first of these frames, or it would not be here.
+            spread(self._scatters[0].want(), arrived)
+            self._scattered(len(arrived))
 
-    def _scattered(self, scatter: _Scatter, n: int) -> None:
-        before = scatter.received_bytes
-        unexpected = scatter.got(n)
-        self.received_bytes += scatter.received_bytes - before
-        if unexpected is not None:
-            group, rest = scatter.current, unexpected + bytes(self._view[: scatter.beyond])
-            raise UnexpectedFrameError(group.read, group.size, rest)
-        if scatter.done:
-            self._scatter = None
-            self._fill = scatter.beyond
+    def _prepare(self) -> None:
+        """Make ready for the next frames that go straight to their places, if there are any."""
+        frames: list[tuple[_Group, memoryview]] = []
+        while (group := self._group) is not None and len(frames) < _SCATTERED:
+            size, into = group.size, group.into.data
+            if not group.direct:
+                break
+            count = min(group.count, _SCATTERED - len(frames))
+            frames += [(group, into[i * size : (i + 1) * size]) for i in range(count)]
+            self._took(group, count)
+        if frames:
+            self._scatters.append(_Scatter(frames))
+
+    def _scattered(self, n: int) -> None:
+        while n and self._scatters:
+            scatter = self._scatters[0]
+            before = scatter.received_bytes
+            unexpected = scatter.got(n)
+            self.received_bytes += scatter.received_bytes - before
+            n = scatter.beyond
+            if not scatter.done and unexpected is None:
+                return
+            self._scatters.popleft()
+            if unexpected is not None:
+                behind = [view for later in self._scatters for view in later.want()]
+                rest = unexpected + b"".join([*behind, self._view])[:n]
+                raise UnexpectedFrameError(scatter.current.read, scatter.current.size, rest)
+        if not self._scatters:
+            self._fill = n
             self._advance()
 
     def _strip(self, group: _Group, count: int, head: int, frame: int) -> None:
