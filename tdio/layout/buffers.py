@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -54,12 +55,17 @@ def views(storage: torch.Tensor, slots: Sequence[Slot]) -> list[torch.Tensor]:
         base = typed.get(slot.dtype)
         if base is None:
             base = typed[slot.dtype] = storage.view(slot.dtype)
-        strides = [1] * len(slot.shape)
-        for dim in range(len(strides) - 2, -1, -1):
-            strides[dim] = strides[dim + 1] * max(slot.shape[dim + 1], 1)
         start = slot.start // slot.dtype.itemsize
-        out.append(torch.as_strided(base, slot.shape, strides, start))
+        out.append(torch.as_strided(base, slot.shape, _strides(slot.shape), start))
     return out
+
+
+@functools.lru_cache(1024)
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides = [1] * len(shape)
+    for dim in range(len(strides) - 2, -1, -1):
+        strides[dim] = strides[dim + 1] * max(shape[dim + 1], 1)
+    return tuple(strides)
 
 
 def allocate(nbytes: int) -> torch.Tensor:

@@ -98,6 +98,11 @@ class Known:
         self.tokens = info.tokens
         self.paths = set(info.paths)
         self.specs: dict[str, Spec] = {}
+        #: What reads have worked out from it, not worth pickling.
+        self.columns: dict[Any, Any] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "columns": {}}
 
 
 class Handle:

@@ -16,6 +16,7 @@ from tdio.layout.index import Rows
 from tdio.layout.plan import Ranges, Selection, in_pieces, plan_rows
 from tdio.layout.spec import Int64Array, LeafSpec
 from tdio.store.handle import Handle
+from tdio.wire.reading import StoreInfo
 from tdio.wire.requests import Commands, Operation, RangeRead
 
 #: A read above this asks first whether the bytes are there: another round trip is then nothing.
@@ -25,6 +26,11 @@ _UNASKED_BYTES = 16 * 1024 * 1024
 def feature(spec: LeafSpec, batch: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape of a homogeneous entry below the batch dims."""
     return spec.shape[len(batch) :]
+
+
+def leaf_shape(info: StoreInfo, spec: LeafSpec) -> tuple[int, ...]:
+    """Return the shape of a homogeneous leaf, in the layout of the batch."""
+    return (*info.batch, *feature(spec, info.batch))
 
 
 def plan_leaves(

@@ -18,8 +18,9 @@ from tdio.layout.index import Rows, normalise, select
 from tdio.layout.plan import Ranges, plan_elements
 from tdio.layout.spec import Int64Array, LeafSpec
 from tdio.layout.values import decode_value
+from tdio.store.columns import column_of, columns_of
 from tdio.store.handle import Contended, Handle, Plan
-from tdio.store.placing import check_held, feature, on_device, plan_leaves, reads_into
+from tdio.store.placing import check_held, feature, leaf_shape, on_device, plan_leaves, reads_into
 from tdio.store.shape import Frame, levels_at
 from tdio.wire.reading import Spec, StoreInfo
 from tdio.wire.requests import Operation
@@ -60,10 +61,10 @@ def reading(
     prefix: str = "",
 ) -> Operation[Batch]:
     """The operation of ``read``."""
-    specs = yield from handle.load(handle.under(prefix) if paths is None else paths)
-    frame = Frame.of(handle.info, prefix)
+    columns = yield from columns_of(handle, paths, prefix)
+    frame = columns.frame
     items = normalise(index, len(frame.batch))
-    if any(isinstance(spec, LeafSpec) and spec.ragged for spec in specs.values()):
+    if columns.ragged:
         return (yield from _ragged(handle, paths, items, device, prefix))
     plan = partial(_planning, handle, paths, device=device, prefix=prefix)
     try:
@@ -96,13 +97,13 @@ def reading_leaf(
     Returns a tensor or a non-tensor entry.
     """
     prefix, _, name = path.rpartition(".")
-    (spec,) = (yield from handle.load((path,))).values()
-    if isinstance(spec, LeafSpec) and not spec.ragged:
+    column = yield from column_of(handle, path)
+    if column.tensors and not column.ragged:
         try:
             return (yield from handle.fetch(partial(_planning_leaf, handle, path, index, device)))
         except (_BecameRagged, Contended):
             pass
-    if isinstance(spec, LeafSpec):
+    if column.tensors:
         out = yield from reading(handle, (path,), (), device, prefix)
         leaf = out._get_str(name, None)
         return leaf if isinstance(index, tuple) and not index else leaf[index]
@@ -119,24 +120,15 @@ def indexed(info: StoreInfo, specs: Mapping[str, Spec], index: Any) -> tuple[int
     return batch
 
 
-def leaf_shape(info: StoreInfo, spec: LeafSpec) -> tuple[int, ...]:
-    """Return the shape of a homogeneous leaf, in the layout of the batch."""
-    return (*info.batch, *feature(spec, info.batch))
-
-
 def _planning_leaf(
     handle: Handle, path: str, index: Any, device: torch.device | None
 ) -> Operation[Plan]:
-    (spec,) = (yield from handle.load((path,))).values()
-    if not isinstance(spec, LeafSpec) or spec.ragged:
+    column = yield from column_of(handle, path)
+    if not column.tensors or column.ragged:
         raise _BecameRagged
-    whole = leaf_shape(handle.info, spec)
+    whole = column.frame.batch
     rows = select(whole, normalise(index, len(whole)))
-    slots, nbytes = pack([(spec.dtype, (*rows.shape, *whole[rows.depth :]))])
-    yield from check_held(handle, [spec], nbytes)
-    storage = allocate(nbytes)
-    plans = plan_leaves([spec], rows, whole, handle.info.stack)
-    reads, place = reads_into(handle, [spec], plans, slots, storage)
+    storage, slots, reads, place = yield from column.prepare(handle, rows)
 
     def finish(blobs: list[bytes | None]) -> torch.Tensor:
         place()
@@ -159,36 +151,27 @@ def _planning(
     prefix: str,
 ) -> Operation[Plan]:
     """Plan ``rows`` of entries that are all homogeneous, or those that ``items`` selects."""
-    specs = yield from handle.load(handle.under(prefix) if paths is None else paths)
-    info = handle.info
-    tensors = [spec for spec in specs.values() if isinstance(spec, LeafSpec)]
-    values = [spec for spec in specs.values() if not isinstance(spec, LeafSpec)]
-    if any(spec.ragged for spec in tensors):
+    columns = yield from columns_of(handle, paths, prefix)
+    if columns.ragged:
         raise _BecameRagged
-    frame = Frame.of(info, prefix)
-    if rows is None:
-        rows = select(frame.batch, items or ())
-    chosen = rows
-    batch = (*rows.shape, *frame.batch[rows.depth :])
-    slots, nbytes = pack([(s.dtype, (*batch, *s.shape[len(frame.batch) :])) for s in tensors])
-    yield from check_held(handle, tensors, nbytes)
-    storage = allocate(nbytes)
-    plans = plan_leaves(tensors, rows, frame.batch, info.stack)
-    reads, place = reads_into(handle, tensors, plans, slots, storage)
+    frame, info = columns.frame, handle.info
+    chosen = rows = select(frame.batch, items or ()) if rows is None else rows
+    storage, slots, reads, place = yield from columns.prepare(handle, rows)
 
     def finish(blobs: list[bytes | None]) -> Batch:
         place()
         target = on_device(storage, device, handle)
-        cut = len(prefix) + 1 if prefix else 0
-        placed = {spec.path[cut:]: slot for spec, slot in zip(tensors, slots, strict=True)}
+        placed = dict(zip(columns.names, slots, strict=True))
         flat = {
-            spec.path[cut:]: _value_at(handle, spec, blob, frame, chosen, items)
-            for spec, blob in zip(values, blobs, strict=True)
+            name: _value_at(handle, spec, blob, frame, chosen, items)
+            for name, spec, blob in zip(columns.value_names, columns.values, blobs, strict=True)
         }
         levels = levels_at(info, frame, chosen, items)
-        return consolidated(target, placed, batch, device, values=flat, levels=levels)
+        return consolidated(
+            target, placed, columns.batch(chosen), device, values=flat, levels=levels
+        )
 
-    return Plan(reads, [spec.path for spec in values], finish)
+    return Plan(reads, [spec.path for spec in columns.values], finish)
 
 
 def _value_at(

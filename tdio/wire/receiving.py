@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +22,9 @@ from tdio.wire.requests import RangeRead
 
 #: A payload from this size on is received into its place, not through the scratch buffer.
 DIRECT_BYTES = 8 * 1024
-#: So many large frames are prepared for at a time: one lot ahead of the one that is arriving.
-_SCATTERED = 16
+#: So many large frames, or so many bytes of them, are prepared for at a time: one lot ahead of the
+#: one that is arriving.
+_LOT, _LOT_BYTES = 16, 256 * 1024
 SCRATCH_BYTES = 256 * 1024
 #: Of up to so many ranges each is received into its place, whatever its size: that is cheaper than
 #: to look for equal ones.
@@ -56,27 +57,30 @@ class _Group:
     read: RangeRead
     size: int
     count: int
-    into: Bytes
+    into: memoryview
     header: bytes
     direct: bool
 
 
 def _groups(reads: Sequence[RangeRead]) -> Iterator[_Group]:
     for read in reads:
-        sizes, at = read.ranges.sizes, 0
+        into, sizes = read.into.data, read.ranges.sizes
         few = len(sizes) <= _FEW
         if few:
-            runs = [(size, 1) for size in sizes.tolist()]
+            runs: Iterable[tuple[int, int]] = [(size, 1) for size in sizes.tolist()]
         elif read.ranges.uniform:
             runs = [(int(sizes[0]), len(sizes))]
         else:
             cuts = np.flatnonzero(np.diff(sizes)) + 1
             firsts = np.concatenate([[0], cuts])
             counts = np.diff(np.append(firsts, len(sizes)))
-            runs = list(zip(sizes[firsts].tolist(), counts.tolist(), strict=True))
+            runs = zip(sizes[firsts].tolist(), counts.tolist(), strict=True)
+        at = 0
         for size, count in runs:
-            into = read.into[at : (at := at + size * count)]
-            yield _Group(read, size, count, into, b"$%d\r\n" % size, few or size >= DIRECT_BYTES)
+            end = at + size * count
+            direct = few or size >= DIRECT_BYTES
+            yield _Group(read, size, count, into[at:end], b"$%d\r\n" % size, direct)
+            at = end
 
 
 class _Scatter:
@@ -271,12 +275,18 @@ class RangeReceiver:
     def _prepare(self) -> None:
         """Make ready for the next frames that go straight to their places, if there are any."""
         frames: list[tuple[_Group, memoryview]] = []
-        while (group := self._group) is not None and len(frames) < _SCATTERED:
-            size, into = group.size, group.into.data
-            if not group.direct:
+        room = _LOT_BYTES
+        while (group := self._group) is not None and group.direct:
+            size, into = group.size, group.into
+            if room <= 0 or len(frames) == _LOT:
                 break
-            count = min(group.count, _SCATTERED - len(frames))
-            frames += [(group, into[i * size : (i + 1) * size]) for i in range(count)]
+            if group.count == 1:
+                count = 1
+                frames.append((group, into))
+            else:
+                count = min(group.count, _LOT - len(frames), -(-room // size))
+                frames += [(group, into[i * size : (i + 1) * size]) for i in range(count)]
+            room -= count * size
             self._took(group, count)
         if frames:
             self._scatters.append(_Scatter(frames))
@@ -305,7 +315,7 @@ class RangeReceiver:
             sound = bytes(self._view[at : at + head]) == group.header
             if not (sound and bytes(self._view[at + frame - 2 : at + frame]) == b"\r\n"):
                 self._fail(group, at)
-            group.into[: group.size] = self._scratch[at + head : at + frame - 2]
+            group.into[: group.size] = self._view[at + head : at + frame - 2]
             return
         frames = self._scratch[self._pos : self._pos + count * frame].reshape(count, frame)
         good = frames[:, :head] == np.frombuffer(group.header, np.uint8)
@@ -314,13 +324,15 @@ class RangeReceiver:
             bad = int(np.argmin(good.all(axis=1) & ends.all(axis=1)))
             self._fail(group, self._pos + bad * frame)
         payload = frames[:, head:-2]
-        group.into[: count * group.size].reshape(count, group.size)[:] = payload
+        into = np.frombuffer(group.into[: count * group.size], np.uint8)
+        into.reshape(count, group.size)[:] = payload
 
     def _took(self, group: _Group, count: int) -> None:
+        if count == group.count:
+            self._group = next(self._groups, None)
+            return
         group.count -= count
         group.into = group.into[count * group.size :]
-        if not group.count:
-            self._group = next(self._groups, None)
 
     def _fail(self, group: _Group, at: int) -> None:
         rest = bytes(self._view[at : self._fill])
