@@ -6,6 +6,7 @@ import logging
 import multiprocessing as mp
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -280,6 +281,53 @@ def test_a_handler_that_raises_is_logged_and_ends_its_pipe_only(child, caplog):
     assert "broken handler" in caplog.text
     assert [ours.recv(), ours.recv()] == ["lost", "read"]
     assert all(pipe.closed for pipe in served)
+
+
+def say_nothing(port, ready):
+    """Connect as UCX does, and stay silent."""
+    endpoint = ucx._dial("silent", socket.AF_INET, ("127.0.0.1", port))
+    while True:
+        endpoint._worker.step()
+        ready.set()
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("face", ["serve", "async for"])
+def test_clients_that_say_nothing_delay_no_other(child, face):
+    ours, theirs = mp.Pipe()
+    ready = mp.get_context("forkserver").Event()
+
+    async def handler(pipe):
+        async for _ in pipe:
+            pass
+        server.close()
+
+    async def taken():
+        async for pipe in server:
+            async with pipe:
+                await handler(pipe)
+
+    async def work():
+        async with server:
+            serving = asyncio.ensure_future(server.serve(handler) if face == "serve" else taken())
+            for _ in range(3):
+                child(say_nothing, server.port, ready)
+            while not ready.is_set():
+                await asyncio.sleep(0.05)
+            await asyncio.sleep(1)
+            child(send_three, server.port, theirs)
+            assert await asyncio.to_thread(ours.poll, 20)
+            return ours.recv(), serving
+
+    server = TensorDictServer(0, host="127.0.0.1")
+    # Three handshakes that run out one after the other would take longer.
+    ucx_handshake = ucx.HANDSHAKE_S
+    ucx.HANDSHAKE_S = 60
+    try:
+        said, _ = asyncio.run(asyncio.wait_for(work(), 50))
+    finally:
+        ucx.HANDSHAKE_S = ucx_handshake
+    assert said == "read"
 
 
 def test_closing_a_server_lets_handlers_finish_and_aclose_cancels_the_slow(child):

@@ -283,3 +283,16 @@ def test_a_number_that_the_dtype_cannot_hold_is_refused(conn, ragged):
         with pytest.raises(errors.EntryMismatch, match="uint8"):
             write()
     assert (one[0]["x"] == local[0]["x"]).all()
+
+
+def test_a_with_block_over_a_view_leaves_the_store_open(conn):
+    local = lazy_stack([TensorDict(n=TensorDict(x=torch.ones(i + 1))) for i in range(2)])
+    store = TensorDictStore.from_tensordict(local, **conn)
+    for view in (store[0], store[0]["n"]):
+        with view as inside:
+            assert inside is view
+        assert store[1]["n", "x"].shape == (2,)
+    with store:
+        pass
+    with pytest.raises(errors.ServerUnavailable):
+        store[1]["n", "x"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -83,17 +84,29 @@ class TensorDictServer:
             self.host, self.port = self._listener.host, self._listener.port
         return self
 
-    async def _accept(self) -> TensorDictPipe | None:
-        """Return the pipe of the next client, None when the server is closed."""
+    async def _arrived(self) -> Any:
+        """Return the endpoint of the next client, None when the server is closed."""
         while not self._closed:
             try:
-                endpoint = await self._listener.accept_async(_LOOK_S)
+                return await self._listener.arrive_async(_LOOK_S)
             except PipeTimeout:
                 continue
             except PipeClosed:
                 break
-            return TensorDictPipe(endpoint, **self._options)
         return None
+
+    async def _greet(self, arrived: Any) -> TensorDictPipe | None:
+        """Return the pipe of a client, None for one that fails in the handshake or the proof."""
+        endpoint = await self._listener.greet_async(arrived)
+        if endpoint is None:
+            return None
+        pipe = TensorDictPipe(endpoint, **self._options)
+        try:
+            await pipe._authenticate_async(_AUTH_S)
+        except TdioError as error:
+            log.warning("a client was refused: %s", error)
+            return None
+        return pipe
 
     async def serve(self, on_connect: Callable[[TensorDictPipe], Awaitable[None]]) -> None:
         """Run ``on_connect`` on the pipe of each client, until ``close`` is called.
@@ -106,25 +119,46 @@ class TensorDictServer:
             TransportUnavailable: ucxx is not installed, or cannot work in this process.
         """
         self.start()
+        greeting = Tasks()
         try:
-            while (pipe := await self._accept()) is not None:
-                self._tasks.start(_handle(pipe, on_connect), f"the handler of {pipe.name}")
+            # Each is greeted in a task of its own: one that says nothing delays no other.
+            while (arrived := await self._arrived()) is not None:
+                greeting.start(self._welcome(arrived, on_connect), f"greeting {arrived.name}")
+            greeting.cancel()
             await self._tasks.finish(None)
         finally:
             # Reached with tasks left when serve itself is cancelled.
             self.close()
+            greeting.cancel()
             self._tasks.cancel()
 
     async def __aiter__(self) -> AsyncIterator[TensorDictPipe]:
         """Yield the pipe of each client, until ``close`` is called."""
         self.start()
-        while (pipe := await self._accept()) is not None:
-            try:
-                await pipe._authenticate_async(_AUTH_S)
-            except TdioError as error:
-                log.warning("a client was refused: %s", error)
-            else:
-                yield pipe
+        arriving = asyncio.ensure_future(self._arrived())
+        greeting: set[asyncio.Future[TensorDictPipe | None]] = set()
+        try:
+            while True:
+                first = asyncio.FIRST_COMPLETED
+                done, _ = await asyncio.wait({arriving, *greeting}, return_when=first)
+                if arriving in done:
+                    if (arrived := arriving.result()) is None:
+                        return
+                    greeting.add(asyncio.ensure_future(self._greet(arrived)))
+                    arriving = asyncio.ensure_future(self._arrived())
+                for task in greeting & done:
+                    greeting.discard(task)
+                    if (pipe := task.result()) is not None:
+                        yield pipe
+        finally:
+            await _give_up(arriving, greeting)
+
+    async def _welcome(
+        self, arrived: Any, on_connect: Callable[[TensorDictPipe], Awaitable[None]]
+    ) -> None:
+        pipe = await self._greet(arrived)
+        if pipe is not None:
+            self._tasks.start(_handle(pipe, on_connect), f"the handler of {pipe.name}")
 
     def close(self) -> None:
         """Stop accepting and free the port. Handlers and pipes go on."""
@@ -148,13 +182,21 @@ class TensorDictServer:
         await self.aclose()
 
 
+async def _give_up(
+    arriving: asyncio.Future[Any], greeting: set[asyncio.Future[TensorDictPipe | None]]
+) -> None:
+    """Let go of the clients that nobody takes any more."""
+    tasks = {arriving, *greeting}
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    for task in tasks:
+        if not task.cancelled() and task.exception() is None and task.result() is not None:
+            (task.result().close if task is arriving else task.result()._drop)()
+
+
 async def _handle(
     pipe: TensorDictPipe, on_connect: Callable[[TensorDictPipe], Awaitable[None]]
 ) -> None:
-    try:
-        await pipe._authenticate_async(_AUTH_S)
-    except TdioError as error:
-        log.warning("a client was refused: %s", error)
-        return
     async with pipe:
         await on_connect(pipe)

@@ -98,7 +98,8 @@ class Stored(StoredWrites):
         self.update(await src.arecv(device=device))
         return self
 
-    # ``with store.unlock_():`` is tensordict's; ``with store:`` closes the connections at its end.
+    # ``with store.unlock_():`` is tensordict's; ``with store:`` closes the connections at its end,
+    # which a view of a level or of an element leaves to the store.
 
     def __enter__(self) -> Any:
         undoes = self.__dict__.get("_last_op") is not None
@@ -109,7 +110,7 @@ class Stored(StoredWrites):
 
     def __exit__(self, kind: Any, value: Any, trace: Any) -> Any:
         undoes, closes = self._entered.pop()
-        if closes:
+        if closes and self._owner is None:
             self.close()
         return super().__exit__(kind, value, trace) if undoes else None
 

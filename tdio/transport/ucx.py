@@ -23,6 +23,7 @@ from tdio.transport.ucx_handshake import (
     drive,
     drive_async,
     handshake,
+    name_by_addresses,
     new_endpoint,
     place,
 )
@@ -197,7 +198,28 @@ class Listener:
         """
         return await drive_async(self._accepting(timeout_s))
 
+    async def arrive_async(self, timeout_s: float | None) -> UcxEndpoint:
+        """Wait for the next peer, with which nothing has been exchanged yet: see ``greet_async``.
+
+        Raises:
+            PipeTimeout: none came within ``timeout_s`` seconds; None waits for ever.
+            PipeClosed: the listener was closed.
+        """
+        return await drive_async(self._arriving(timeout_s))
+
+    async def greet_async(self, endpoint: UcxEndpoint) -> UcxEndpoint | None:
+        """Do the handshake with a peer; None for one that fails in it, which is logged."""
+        return await drive_async(self._greeting(endpoint))
+
     def _accepting(self, timeout_s: float | None) -> Steps[UcxEndpoint]:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            arrived = yield from self._arriving(left)
+            if (endpoint := (yield from self._greeting(arrived))) is not None:
+                return endpoint
+
+    def _arriving(self, timeout_s: float | None) -> Steps[UcxEndpoint]:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -205,13 +227,18 @@ class Listener:
             request = self._requests.popleft()
             worker = Worker(self._family)
             made = new_endpoint(worker, self.name, True, lib.EP_REQUEST, conn_request=request)
-            if isinstance(made, int):
-                log.warning("%s: a client was gone before it was accepted", self.name)
-                continue
-            try:
-                return (yield from handshake(made, HANDSHAKE_S))
-            except (PeerLost, PipeTimeout, ProtocolError) as error:
-                log.warning("%s: a client was refused: %s", self.name, error)
+            if not isinstance(made, int):
+                endpoint: UcxEndpoint = made
+                name_by_addresses(endpoint)
+                return endpoint
+            log.warning("%s: a client was gone before it was accepted", self.name)
+
+    def _greeting(self, endpoint: UcxEndpoint) -> Steps[UcxEndpoint | None]:
+        try:
+            return (yield from handshake(endpoint, HANDSHAKE_S))
+        except (PeerLost, PipeTimeout, ProtocolError) as error:
+            log.warning("%s: a client was refused: %s", self.name, error)
+            return None
 
     def _called(self) -> bool:
         return bool(self._open() and self._requests)

@@ -125,7 +125,7 @@ def handshake(endpoint: UcxEndpoint, timeout_s: float) -> Steps[UcxEndpoint]:
         endpoint.close()
         raise
     endpoint.agree(peer_tag, tag, peer_tag >> 32 == MAGIC)
-    _name(endpoint)
+    name_by_addresses(endpoint)
     return endpoint
 
 
@@ -167,7 +167,7 @@ def _info(tag: int) -> bytes:
     return struct.pack("<QQ", tag, int.from_bytes(digest[:8], "big"))
 
 
-def _name(endpoint: UcxEndpoint) -> None:
+def name_by_addresses(endpoint: UcxEndpoint) -> None:
     """Put both addresses into the name."""
     attr = lib.EpAttr(mask=lib.EP_LOCAL_ADDRESS | lib.EP_REMOTE_ADDRESS)
     if endpoint.api.ep_query(endpoint.handle, c.byref(attr)) == lib.OK:
