@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from tdio.errors import CorruptEntry, IndexOutOfRange, InvalidIndex, UnsupportedValue
 from tdio.layout.buffers import allocate, pack, views
 from tdio.layout.dtypes import BY_NAME, as_bytes, dtype_from_name, dtype_name
-from tdio.layout.index import normalise, select
+from tdio.layout.index import Rows, normalise, select
 from tdio.layout.paths import check_key, nest
-from tdio.layout.plan import PIECE_BYTES, in_pieces, plan_elements, plan_rows
+from tdio.layout.plan import COMMAND_BYTES, PIECE_BYTES, in_pieces, plan_elements, plan_rows
 from tdio.layout.spec import LeafSpec, decode, encode, ragged_offsets, shapes_array
+from tdio.store.placing import plan_leaves
 
 SHAPE = (5, 4, 6)
 
@@ -161,6 +162,21 @@ def test_gaps_of_a_small_leaf_are_paid_from_what_the_others_return_and_no_more()
     assert len(beside.starts) < 30 and own < beside.moved_bytes < own + (1 << 20)
     short = plan_rows(positions, 32, spare=100_000)
     assert short.moved_bytes == own
+
+
+@given(
+    st.lists(st.integers(1, 6000), min_size=1, max_size=5),
+    st.lists(st.integers(1, 1200), min_size=2, max_size=300),
+)
+@settings(deadline=None)
+def test_a_batch_moves_at_most_twice_what_it_returns_and_small_gaps(row_bytes, steps):
+    positions = np.cumsum(steps)
+    count = int(positions[-1]) + 1
+    specs = [LeafSpec(f"l{i}", torch.uint8, (count, n)) for i, n in enumerate(row_bytes)]
+    plans = plan_leaves(specs, Rows(positions, (len(positions),), 1), (count,), None)
+    returned = len(positions) * sum(row_bytes)
+    moved = sum(plan.moved_bytes for plan in plans)
+    assert moved <= 2 * returned + COMMAND_BYTES * len(steps) * len(row_bytes)
 
 
 def test_long_ranges_are_cut_into_pieces():

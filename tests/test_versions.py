@@ -12,6 +12,7 @@ import torch
 from tensordict import NonTensorStack, TensorDict, lazy_stack
 
 from tdio import LazyStackedTensorDictStore, TensorDictStore, errors, open_store
+from tdio.store.handle import Contended, Handle
 
 WIDE = 4_000
 #: Each second is some thousand reads; `TDIO_TEST_SECONDS=30` looks longer.
@@ -256,3 +257,90 @@ def test_the_reference_reads_what_the_tokens_stand_beside(conn, raw):
     theirs.close()
     with redis.Redis(**conn) as client:
         assert client.strlen(store._handle.names.version) == 8
+
+
+INDEXES = [
+    slice(None),
+    torch.arange(20).flip(0),
+    (torch.arange(10).repeat(2), torch.tensor([0, 1] * 10)),
+    (slice(2, 15, 2), [1, 0, 1]),
+    (torch.arange(12).view(3, 4), 1),
+    torch.rand(20, 2) > 0.3,
+]
+
+
+@pytest.mark.parametrize("index", INDEXES, ids=str)
+def test_a_read_in_parts_is_the_read(conn, monkeypatch, index):
+    """A read that is torn again and again is done a few rows at a time."""
+    local = TensorDict(
+        x=torch.arange(120.0).view(20, 2, 3),
+        deep=TensorDict(y=torch.arange(40).view(20, 2), batch_size=[20, 2]),
+        all="one",
+        place=NonTensorStack(*(NonTensorStack(f"{i}a", f"{i}b") for i in range(20))),
+        batch_size=[20, 2],
+        names=["row", "place"],
+    )
+    fetch, torn = Handle.fetch, []
+
+    def torn_once(handle, make):
+        if not torn:
+            torn.append(1)
+            raise Contended("torn")
+        return (yield from fetch(handle, make))
+
+    with TensorDictStore.from_tensordict(local, **conn) as store:
+        whole = store[index]
+        monkeypatch.setattr(Handle, "fetch", torn_once)
+        parts, want = store[index], local[index]
+        assert torn
+        for got in (whole, parts):
+            assert got.batch_size == want.batch_size
+            assert got.names == want.names
+            assert (got["x"] == want["x"]).all() and (got["deep", "y"] == want["deep", "y"]).all()
+            assert got["deep"].names == want["deep"].names
+            for key in ("all", "place"):
+                assert got.get(key).tolist() == want.get(key).tolist()
+        torn.clear()
+        assert torch.equal(store.get_at("x", index), want["x"])
+        assert torn
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_what_was_read_before_is_not_what_another_handle_made_of_it(conn, ragged):
+    local = TensorDict(
+        x=torch.arange(6.0), deep=TensorDict(y=torch.arange(6), batch_size=[6]), batch_size=[6]
+    )
+    sizes = [1, 2, 3, 1, 2, 3] if ragged else [2] * 6
+    stack = lazy_stack([TensorDict(z=torch.full((n,), n), w=torch.tensor(n)) for n in sizes])
+    source = stack if ragged else local
+    one = TensorDictStore.from_tensordict(source, **conn)
+    two = open_store(td_id=one.td_id, **conn)
+
+    def reads():
+        if ragged:
+            return [two[2]["z"].tolist(), two[[2, 0]][0]["z"].tolist(), two.get("w").tolist()]
+        return [
+            two["x"].tolist(),
+            two[4]["x"].tolist(),
+            two[[4, 1]]["x"].tolist(),
+            two.to_tensordict()["x"].tolist(),
+            two["deep"].to_tensordict()["y"].tolist(),
+            sorted(map(str, two[:2].keys(True, True))),
+        ]
+
+    before = reads()
+    if ragged:
+        one[2] = TensorDict(z=torch.full((5,), 9), w=torch.tensor(9))
+        assert reads() == [[9] * 5, [9] * 5, [1, 2, 9, 1, 2, 3]]
+    else:
+        one["x"] = torch.arange(12, dtype=torch.int16).view(6, 2)
+        one["deep", "y"] = torch.ones(6, 1, dtype=torch.bool)
+        one["new"] = torch.zeros(6)
+        x = torch.arange(12).view(6, 2)
+        want = [x.tolist(), x[4].tolist(), x[[4, 1]].tolist(), x.tolist(), [[True]] * 6]
+        assert reads()[:5] == want != before[:5]
+        assert "new" in reads()[5]
+        del one["new"]
+        assert "new" not in reads()[5]
+    one.close()
+    two.close()

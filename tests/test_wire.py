@@ -2,9 +2,12 @@ import numpy as np
 import pytest
 
 from tdio.layout.plan import Ranges
+from tdio.transport.address import FAR_WINDOW_BYTES, WINDOW_BYTES, Address
+from tdio.transport.protocol import Protocol
 from tdio.wire.ranges import encode_reads
-from tdio.wire.receiving import DIRECT_BYTES, RangeReceiver, UnexpectedFrameError, spread
-from tdio.wire.requests import RangeRead
+from tdio.wire.receiving import DIRECT_BYTES, RangeReceiver, UnexpectedFrameError
+from tdio.wire.requests import Fetch, RangeRead
+from tdio.wire.scatter import spread
 
 
 def reads_of(*sizes_of_each):
@@ -91,6 +94,63 @@ def test_an_unexpected_frame_is_left_for_the_parser(frame, at, size, count, scat
     else:
         assert frame.startswith(rest) or rest.startswith(frame)
     assert caught.value.size == size
+
+
+@pytest.mark.parametrize("step", [10**9, 1])
+@pytest.mark.parametrize(("odd", "blamed"), [("payload end", "a"), ("header", "b")])
+def test_the_entry_whose_reply_is_odd_is_named(odd, blamed, step):
+    reads = reads_of([10], [20])
+    for read, name in zip(reads, "ab", strict=True):
+        read.what = (name, "a store")
+    end = b"??" if odd == "payload end" else b"\r\n"
+    stream = b"$10\r\n" + b"7" * 10 + end + b"$19\r\n" + b"7" * 19 + b"\r\n"
+    with pytest.raises(UnexpectedFrameError) as caught:
+        feed(RangeReceiver(reads), stream, step)
+    assert caught.value.read.what[0] == blamed
+
+
+@pytest.mark.parametrize("window", [100, 10_000, 300_000])
+@pytest.mark.parametrize("name", CASES)
+def test_no_more_is_under_way_than_the_window_and_one_batch(name, window):
+    reads = reads_of(*CASES[name])
+    stream, payloads = stream_of(reads)
+    stream += b"$1\r\nv\r\n"
+    largest = max((n for _, n in encode_reads(reads)), default=0)
+    steps = Protocol("a server", window).exchange(Fetch(reads, [("GET", "k")]))
+    asked, taken, most, got = 0, 0, 0, None
+    try:
+        while True:
+            sending, buffer = steps.send(got)
+            if sending:
+                # What is asked for ends where the replies to the commands so far do.
+                asked += bytes(buffer).count(b"GETRANGE")
+                got = None
+                continue
+            sizes = np.concatenate([read.ranges.sizes for read in reads])
+            due = int(sizes[:asked].sum()) - taken
+            most = max(most, due)
+            n = min(sum(map(len, buffer)), 7000, len(stream))
+            spread(buffer, stream[:n])
+            stream, got = stream[n:], n
+            taken += n
+    except StopIteration as stop:
+        assert stop.value == [b"v"]
+    assert [read.into.tobytes() for read in reads] == payloads
+    assert most <= window + largest
+
+
+@pytest.mark.parametrize(
+    ("where", "far"),
+    [
+        ({"unix_socket_path": "/s"}, False),
+        ({"host": "localhost"}, False),
+        ({"host": "127.0.0.1"}, False),
+        ({"host": "10.0.0.7"}, True),
+        ({"host": "redis.example"}, True),
+    ],
+)
+def test_a_server_far_away_has_a_wider_window(where, far):
+    assert Address(**where).window_bytes == (FAR_WINDOW_BYTES if far else WINDOW_BYTES)
 
 
 def test_the_commands_ask_for_the_ranges():

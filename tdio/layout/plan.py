@@ -30,7 +30,8 @@ QUICK_BYTES = 4 * 1024
 PIECE_BYTES = 1024 * 1024
 #: Rows up to this size are read in ascending order and put in their places by one more copy.
 SORTED_ROW_BYTES = 1024
-_FEW = 32
+#: From so many runs on: fewer are asked for and received as fast one by one.
+_SORTED_RUNS = 32
 #: A range of a size of its own costs as much as so many of one size, which are handled in bulk.
 _BULK = 6
 
@@ -128,7 +129,11 @@ class Selection:
 
 
 def plan_rows(
-    selection: Selection | Int64Array, row_bytes: int, *, gather: bool = True, spare: int = 0
+    selection: Selection | Int64Array,
+    row_bytes: int,
+    *,
+    gather: bool = True,
+    spare: int | None = None,
 ) -> Ranges:
     """Return the ranges that bring the selected rows of ``row_bytes`` each.
 
@@ -136,7 +141,7 @@ def plan_rows(
         selection: the rows.
         row_bytes: size of a row.
         gather: False allows the direct way only: the ranges of a write.
-        spare: bytes that the other leaves of the batch leave over for gaps.
+        spare: bytes that a batch of several leaves has left for gaps; None: as many as it returns.
     """
     if not isinstance(selection, Selection):
         selection = Selection(selection)
@@ -147,7 +152,7 @@ def plan_rows(
         return one_range(int(positions[0]) * row_bytes, row_bytes)
     runs = len(selection.breaks) + 1
     if runs > 1 and gather:
-        small = row_bytes <= SORTED_ROW_BYTES and runs >= _FEW
+        small = row_bytes <= SORTED_ROW_BYTES and runs >= _SORTED_RUNS
         limit = _gap_limit(selection, row_bytes, runs // (_BULK if small else 2) - 1, spare)
         if limit is not None:
             return _gathered(selection, limit, row_bytes)
@@ -188,7 +193,7 @@ def in_pieces(ranges: Ranges) -> Ranges:
     return Ranges(starts, np.minimum(ends - starts, PIECE_BYTES), ranges.rows, ranges.row_bytes)
 
 
-def _gap_limit(selection: Selection, row_bytes: int, most: int, spare: int) -> int | None:
+def _gap_limit(selection: Selection, row_bytes: int, most: int, spare: int | None) -> int | None:
     """Return the widest gap, in rows, to read through so that at most ``most`` wider ones are left.
 
     None where it is not worth it.
@@ -197,13 +202,15 @@ def _gap_limit(selection: Selection, row_bytes: int, most: int, spare: int) -> i
         return None
     needed, gaps = selection.gap_above(most), selection.distinct[2]
     own = len(selection.positions) * row_bytes
-    for most_bytes, room in ((MAX_GAP_BYTES, own), (QUICK_BYTES, spare), (COMMAND_BYTES, None)):
+    spare = own if spare is None else spare
+    for most_bytes, room in ((MAX_GAP_BYTES, min(own, spare)), (QUICK_BYTES, spare)):
         limit = most_bytes // row_bytes
         if needed > limit:
             return None
-        if room is None or int(gaps[gaps <= limit].sum()) * row_bytes <= room:
+        if int(gaps[gaps <= limit].sum()) * row_bytes <= room:
             return limit
-    return None
+    limit = COMMAND_BYTES // row_bytes
+    return limit if needed <= limit else None
 
 
 def _gathered(selection: Selection, limit: int, row_bytes: int) -> Ranges:

@@ -15,6 +15,8 @@ from tdio._td import (
     _unravel_key_to_tuple,
     build,
     imported_tensorclass,
+    is_non_tensor,
+    value_of,
 )
 from tdio.layout.spec import LeafSpec
 from tdio.store._keys import (
@@ -218,12 +220,16 @@ class StoredReads(StoredKeys):
             EntryNotFound: no such entry.
             ServerUnavailable: the server is not there.
         """
-        path = self._full(_unravel_key_to_tuple(key))
         client = self._handle.async_client()
-        if path in self._handle.paths:
-            prefix, _, name = path.rpartition(".")
-            out = await client.read(lambda: self._reading([path], (), prefix))
-            return out[name]
+        return await client.read(lambda: self._getting(key))
+
+    def _getting(self, key: NestedKey) -> Operation[Any]:
+        handle, path = self._handle, self._full(_unravel_key_to_tuple(key))
+        if not handle.cache:
+            yield from handle.reload()
+        if path in handle.paths:
+            leaf = yield from self._reading_leaf(path, ())
+            return value_of(leaf)[0] if is_non_tensor(leaf) else leaf
         if not self._has_level(path):
             raise self._missing(key)
-        return await client.read(lambda: self._reading(None, (), path))
+        return (yield from self._reading(None, (), path))

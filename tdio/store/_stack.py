@@ -23,13 +23,14 @@ from tdio.store.element import element_spec, writing_element
 from tdio.store.flat import Flat
 from tdio.store.handle import Edit
 from tdio.store.ragged import elements_of, flats_of, positions_of, writing_elements
-from tdio.store.reader import indexed, reading, reading_leaf
+from tdio.store.reader import reading, reading_leaf
 from tdio.store.shape import Frame
 from tdio.store.stacking import Column, columns_of, only
 from tdio.store.uploading import put_value, upload_elements, upload_tensor
 from tdio.store.writer import (
     check_batch,
     first_dim_rows,
+    indexed,
     into_entry,
     one_value,
     per_row,

@@ -21,10 +21,10 @@ from tdio.layout.spec import LeafSpec, ragged_offsets, shapes_array
 from tdio.layout.values import ValueSpec
 from tdio.store._local import no_server
 from tdio.store._stored import Stored
+from tdio.store.elements import reading_elements
 from tdio.store.flat import Flat
 from tdio.store.handle import Edit, Handle
 from tdio.store.placing import leaf_shape
-from tdio.store.reader import reading_elements
 from tdio.store.shape import Frame
 from tdio.store.uploading import upload_zeros
 from tdio.store.writer import (

@@ -98,11 +98,12 @@ class Known:
         self.tokens = info.tokens
         self.paths = set(info.paths)
         self.specs: dict[str, Spec] = {}
-        #: What reads have worked out from it, not worth pickling.
-        self.columns: dict[Any, Any] = {}
+        #: What reads of a level, and of one leaf, have worked out from it; not worth pickling.
+        self.levels_read: dict[tuple[str, tuple[str, ...] | None], Any] = {}
+        self.leaves_read: dict[str, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "columns": {}}
+        return {**self.__dict__, "levels_read": {}, "leaves_read": {}}
 
 
 class Handle:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from tdio.errors import CorruptEntry, UnsupportedValue
-from tdio.layout.buffers import Slot
+from tdio.layout.buffers import Slot, allocate
 from tdio.layout.index import Rows
 from tdio.layout.plan import Ranges, Selection, in_pieces, plan_rows
 from tdio.layout.spec import Int64Array, LeafSpec
@@ -43,7 +43,8 @@ def plan_leaves(
 ) -> list[Ranges]:
     """Plan the same rows of several homogeneous leaves.
 
-    What is read between the rows of all of them is at most as much as what is returned.
+    What is read between the rows of all of them is at most as much as what is returned, gaps below
+    the size of a command aside.
     """
     plain = Selection(rows.positions)
     swapped: Selection | None = None
@@ -64,7 +65,7 @@ def plan_leaves(
         selection, row = chosen[at]
         plans[at] = plan_rows(selection, row, gather=gather, spare=spare)
         if plans[at].rows is not None:
-            spare -= max(0, plans[at].moved_bytes - sizes[at])
+            spare = max(0, spare - max(0, plans[at].moved_bytes - sizes[at]))
     return plans
 
 
@@ -98,14 +99,53 @@ class _Gather:
         np.take(table, self.plan.rows, axis=0, out=target, mode="clip")
 
 
-def reads_into(
+@dataclass(frozen=True)
+class Landing:
+    """Memory that a read fills: one storage for all of its leaves.
+
+    Attributes:
+        slots: the place of each leaf in it.
+        reads: what fills it.
+    """
+
+    slots: Sequence[Slot]
+    reads: list[RangeRead]
+    _storage: torch.Tensor
+    _gathers: list[_Gather]
+    _where: object
+
+    def storage(self, device: torch.device | None) -> torch.Tensor:
+        """Return the storage, uint8 ``[nbytes]``, on a device, once the reads are done.
+
+        Raises:
+            UnsupportedValue: this machine has no such device.
+        """
+        for gather in self._gathers:
+            gather.place()
+        try:
+            return self._storage if device is None else self._storage.to(device)
+        except (RuntimeError, AssertionError) as error:
+            raise UnsupportedValue(
+                f"{self._where}: its tensors are to go to {device}, where they cannot ({error}); "
+                "pass device="
+            ) from error
+
+
+def landing(
     handle: Handle,
     specs: Sequence[LeafSpec],
     plans: Sequence[Ranges],
     slots: Sequence[Slot],
-    storage: torch.Tensor,
-) -> tuple[list[RangeRead], Callable[[], None]]:
-    """Return the reads that bring the planned ranges, and what puts gathered rows in place."""
+    nbytes: int,
+) -> Operation[Landing]:
+    """Take memory for the planned ranges of several leaves.
+
+    Raises:
+        CorruptEntry: an entry is shorter than its metadata says; asked for large reads only.
+    """
+    if nbytes > _UNASKED_BYTES:
+        yield from _check_held(handle, specs)
+    storage = allocate(nbytes)
     target = storage.numpy()
     reads: list[RangeRead] = []
     names, location = handle.names, handle.location
@@ -121,26 +161,15 @@ def reads_into(
         reads.append(RangeRead(names.data(spec.path), in_pieces(plan), into, what))
     # Small ones first: while the server is at them, the rest is encoded and prepared for.
     reads.sort(key=_nbytes)
-
-    def place() -> None:
-        for gather in gathers:
-            gather.place()
-
-    return reads, place
+    return Landing(slots, reads, storage, gathers, location)
 
 
 def _nbytes(read: RangeRead) -> int:
     return len(read.into)
 
 
-def check_held(handle: Handle, specs: Sequence[LeafSpec], nbytes: int) -> Operation[None]:
-    """Before memory is taken for a large read, see that the server holds so much.
-
-    Raises:
-        CorruptEntry: an entry is shorter than its metadata says.
-    """
-    if nbytes <= _UNASKED_BYTES:
-        return
+def _check_held(handle: Handle, specs: Sequence[LeafSpec]) -> Operation[None]:
+    """See that the server holds what is to be read."""
     held = yield Commands([("STRLEN", handle.names.data(spec.path)) for spec in specs])
     for spec, size in zip(specs, held, strict=True):
         if not isinstance(size, int) or size < spec.nbytes:
@@ -148,18 +177,3 @@ def check_held(handle: Handle, specs: Sequence[LeafSpec], nbytes: int) -> Operat
                 f"{handle.location}: the entry {spec.path!r} holds {size} bytes where its metadata "
                 f"says {spec.nbytes}: it was deleted, cut short, or is being replaced"
             )
-
-
-def on_device(storage: torch.Tensor, device: torch.device | None, handle: Handle) -> torch.Tensor:
-    """Return a storage on the device of the read.
-
-    Raises:
-        UnsupportedValue: this machine has no such device.
-    """
-    try:
-        return storage if device is None else storage.to(device)
-    except (RuntimeError, AssertionError) as error:
-        raise UnsupportedValue(
-            f"{handle.location}: its tensors are to go to {device}, where they cannot ({error}); "
-            "pass device="
-        ) from error

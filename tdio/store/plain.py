@@ -27,11 +27,12 @@ from tdio.store.connecting import locate
 from tdio.store.creating import create, delete_store
 from tdio.store.flat import Flat, flatten
 from tdio.store.handle import Edit, Handle
-from tdio.store.reader import indexed, reading, reading_leaf
+from tdio.store.reader import reading, reading_leaf
 from tdio.store.uploading import progress_bar, puts_of, upload_zeros
 from tdio.store.writer import (
     check_batch,
     first_dim_rows,
+    indexed,
     into_entry,
     per_row,
     rows_changes,

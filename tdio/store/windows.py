@@ -10,11 +10,11 @@ import torch
 
 from tdio._td import TensorDict, consolidated
 from tdio.errors import IndexOutOfRange, InvalidIndex, UnsupportedValue
-from tdio.layout.buffers import allocate, pack
+from tdio.layout.buffers import pack
 from tdio.layout.plan import Ranges, Selection, plan_rows
 from tdio.layout.spec import Int64Array, LeafSpec
 from tdio.store.handle import Handle, Plan
-from tdio.store.placing import reads_into
+from tdio.store.placing import landing
 from tdio.wire.reading import Spec
 from tdio.wire.requests import Operation
 
@@ -111,15 +111,13 @@ def read_windows(
             plans.append(plan_rows(Selection(steps), row_bytes))
             leaves.append((spec.dtype, (count, length, *step)))
         slots, nbytes = pack(leaves)
-        storage = allocate(nbytes)
-        reads, place = reads_into(handle, list(specs.values()), plans, slots, storage)
+        landed = yield from landing(handle, list(specs.values()), plans, slots, nbytes)
 
         def finish(blobs: list[bytes | None]) -> TensorDict:
-            place()
-            target = storage if device is None else storage.to(device)
-            return consolidated(target, dict(zip(specs, slots, strict=True)), (count,), device)
+            placed = dict(zip(specs, slots, strict=True))
+            return consolidated(landed.storage(device), placed, (count,), device)
 
-        return Plan(reads, (), finish)
+        return Plan(landed.reads, (), finish)
 
     out: TensorDict = handle.client.read(lambda: handle.fetch(planning))
     return out

@@ -14,11 +14,11 @@ from tdio.layout.dtypes import as_bytes
 from tdio.layout.index import Rows
 from tdio.layout.spec import Int64Array, LeafSpec
 from tdio.layout.values import PICKLE, ValueSpec, decode_value
-from tdio.store.placing import feature, plan_leaves
+from tdio.store.placing import feature, leaf_shape, plan_leaves
 from tdio.store.shape import Frame
 from tdio.store.uploading import put_value
 from tdio.wire.changes import Patch, PutRows, PutValue
-from tdio.wire.reading import Spec
+from tdio.wire.reading import Spec, StoreInfo
 
 
 def check_leaves(expected: set[str], given: set[str], where: str) -> None:
@@ -206,3 +206,12 @@ def number_as(value: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.T
         return torch.full(shape, value, dtype=dtype)
     except (RuntimeError, OverflowError) as error:
         raise EntryMismatch(f"{value!r} cannot be written into {dtype}: {error}") from error
+
+
+def indexed(info: StoreInfo, specs: Mapping[str, Spec], index: Any) -> tuple[int, ...]:
+    """Return the shape that the index of a write is applied to: of a level, or of one leaf."""
+    for spec in specs.values():
+        if index.leaf and isinstance(spec, LeafSpec):
+            return leaf_shape(info, spec)
+    batch: tuple[int, ...] = index.frame.batch
+    return batch

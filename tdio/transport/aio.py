@@ -13,8 +13,8 @@ from tdio.transport.address import Address
 from tdio.transport.client import BACKOFF_S
 from tdio.transport.link import named
 from tdio.transport.protocol import Protocol, Steps
-from tdio.wire.receiving import spread
 from tdio.wire.requests import Operation, Pause, Request
+from tdio.wire.scatter import spread
 
 T = TypeVar("T")
 _MAX_IDLE = 4

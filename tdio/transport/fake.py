@@ -17,8 +17,8 @@ import hiredis
 from tdio.errors import ServerUnavailable
 from tdio.transport.address import WINDOW_BYTES
 from tdio.transport.protocol import Protocol, drive
-from tdio.wire.receiving import spread
 from tdio.wire.requests import Pause, Request
+from tdio.wire.scatter import spread
 
 _SERVERS: weakref.WeakValueDictionary[int, MemoryServer] = weakref.WeakValueDictionary()
 _NUMBERS = itertools.count()

@@ -10,8 +10,8 @@ from typing import Any
 from tdio.errors import ServerTimeout, ServerUnavailable, TdioError
 from tdio.transport.address import Address
 from tdio.transport.protocol import Protocol, drive
-from tdio.wire.receiving import spread
 from tdio.wire.requests import Pause, Request
+from tdio.wire.scatter import spread
 
 
 class Link:

@@ -18,8 +18,8 @@ Bytes = npt.NDArray[np.uint8]
 #: the receiver waited 200 us at every batch).
 BATCH_COMMANDS = 256
 BATCH_BYTES = 128 * 1024
-#: Up to so many ranges plain Python is as fast as numpy.
-_FEW = 16
+#: Up to so many commands plain Python is as fast as numpy.
+_PLAIN_COMMANDS = 16
 
 
 def encode_reads(reads: Sequence[RangeRead]) -> Iterator[tuple[bytes, int]]:
@@ -36,7 +36,7 @@ def encode_reads(reads: Sequence[RangeRead]) -> Iterator[tuple[bytes, int]]:
         uniform = read.ranges.uniform
         largest = read.ranges.row_bytes if uniform else int(sizes.max())
         per_batch = max(1, min(BATCH_COMMANDS, BATCH_BYTES // largest))
-        few = min(per_batch, len(starts)) <= _FEW
+        few = min(per_batch, len(starts)) <= _PLAIN_COMMANDS
         ends = starts + sizes - 1
         for at in range(0, len(starts), per_batch):
             part = slice(at, at + per_batch)

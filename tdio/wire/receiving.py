@@ -8,17 +8,14 @@ error, a short reply) is left for the ordinary parser.
 
 from __future__ import annotations
 
-import bisect
-import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from tdio.wire.ranges import Bytes
 from tdio.wire.requests import RangeRead
+from tdio.wire.scatter import Group, Scatter, spread
 
 #: A payload from this size on is received into its place, not through the scratch buffer.
 DIRECT_BYTES = 8 * 1024
@@ -28,7 +25,7 @@ _LOT, _LOT_BYTES = 16, 256 * 1024
 SCRATCH_BYTES = 256 * 1024
 #: Of up to so many ranges each is received into its place, whatever its size: that is cheaper than
 #: to look for equal ones.
-_FEW = 16
+_DIRECT_RANGES = 16
 
 
 class UnexpectedFrameError(Exception):
@@ -47,25 +44,10 @@ class UnexpectedFrameError(Exception):
         self.rest = rest
 
 
-@dataclass(slots=True)
-class _Group:
-    """Consecutive frames of one size.
-
-    ``direct`` ones are received straight into their places.
-    """
-
-    read: RangeRead
-    size: int
-    count: int
-    into: memoryview
-    header: bytes
-    direct: bool
-
-
-def _groups(reads: Sequence[RangeRead]) -> Iterator[_Group]:
+def _groups(reads: Sequence[RangeRead]) -> Iterator[Group]:
     for read in reads:
         into, sizes = read.into.data, read.ranges.sizes
-        few = len(sizes) <= _FEW
+        few = len(sizes) <= _DIRECT_RANGES
         if few:
             runs: Iterable[tuple[int, int]] = [(size, 1) for size in sizes.tolist()]
         elif read.ranges.uniform:
@@ -79,87 +61,8 @@ def _groups(reads: Sequence[RangeRead]) -> Iterator[_Group]:
         for size, count in runs:
             end = at + size * count
             direct = few or size >= DIRECT_BYTES
-            yield _Group(read, size, count, into[at:end], b"$%d\r\n" % size, direct)
+            yield Group(read, size, count, into[at:end], b"$%d\r\n" % size, direct)
             at = end
-
-
-class _Scatter:
-    """Consecutive frames, each payload received straight into its place.
-
-    The bytes around the payloads go into a small buffer of their own and are compared as they
-    arrive. Views of framing and of payload alternate; where the stream is in them is looked up,
-    not walked to.
-
-    Attributes:
-        received_bytes: payload that has arrived.
-        beyond: how many bytes have come behind the last frame, in the views that followed.
-    """
-
-    def __init__(self, frames: Sequence[tuple[_Group, memoryview]]):
-        self.received_bytes = self.beyond = 0
-        self._frames = frames
-        framing = [b"\r\n" + group.header for group, _ in frames]
-        framing[0] = framing[0][2:]
-        framing.append(b"\r\n")
-        self._expected = b"".join(framing)
-        self._arrived = bytearray(len(self._expected))
-        #: Where each part of the framing starts in ``_arrived``.
-        self._starts = list(itertools.accumulate(map(len, framing), initial=0))
-        room = memoryview(self._arrived)
-        parts: list[Any] = [None] * (2 * len(frames) + 1)
-        parts[::2] = [room[lo:hi] for lo, hi in itertools.pairwise(self._starts)]
-        parts[1::2] = [payload for _, payload in frames]
-        self._views: list[memoryview] = parts
-        #: Where in the stream each view ends.
-        self._ends = list(itertools.accumulate(map(len, parts)))
-        self._total = self._framed = self._at = self._offset = 0
-
-    @property
-    def done(self) -> bool:
-        return self._at == len(self._views)
-
-    def want(self) -> list[memoryview]:
-        """Return where the next bytes go."""
-        views = self._views[self._at :]
-        if self._offset:
-            views[0] = views[0][self._offset :]
-        return views
-
-    def got(self, n: int) -> bytes | None:
-        """Take note of ``n`` bytes; return what has arrived of a frame that was not expected."""
-        total = min(self._total + n, self._ends[-1])
-        self.beyond = self._total + n - total
-        self._at = at = bisect.bisect_right(self._ends, total)
-        self._offset = total - (self._ends[at - 1] if at else 0)
-        framed = self._starts[(at + 1) // 2] + (0 if at % 2 else self._offset)
-        before, self._framed, self._total = self._framed, framed, total
-        self.received_bytes = total - framed
-        if self._arrived[before:framed] != self._expected[before:framed]:
-            return self._unexpected(before)
-        return None
-
-    @property
-    def current(self) -> _Group:
-        """The group of the frame that is arriving, or that has just ended."""
-        return self._frames[min(self._at // 2, len(self._frames) - 1)][0]
-
-    def _unexpected(self, before: int) -> bytes:
-        """Return the bytes from the first odd frame on; framing up to ``before`` was sound."""
-        odd = next(i for i in range(before, self._framed) if self._arrived[i] != self._expected[i])
-        part = bisect.bisect_right(self._starts, odd) - 1
-        self._at = 2 * part
-        begin = self._ends[2 * part - 1] if part else 0
-        rest = b"".join(self._views[2 * part :])[: self._total - begin]
-        return rest[2:] if part and rest[:2] == b"\r\n" else rest
-
-
-def spread(views: Sequence[memoryview], data: bytes) -> None:
-    """Copy ``data`` into the views, one after the other."""
-    at = 0
-    for view in views:
-        part = data[at : at + len(view)]
-        view[: len(part)] = part
-        at += len(part)
 
 
 class RangeReceiver:
@@ -180,7 +83,7 @@ class RangeReceiver:
         self._view = self._scratch.data
         self._fill = 0
         self._pos = 0
-        self._scatters: deque[_Scatter] = deque()
+        self._scatters: deque[Scatter] = deque()
         self._groups = _groups(reads)
         self._group = next(self._groups, None)
         #: Nothing has been prepared for yet: that is done while the server works.
@@ -274,7 +177,7 @@ class RangeReceiver:
 
     def _prepare(self) -> None:
         """Make ready for the next frames that go straight to their places, if there are any."""
-        frames: list[tuple[_Group, memoryview]] = []
+        frames: list[tuple[Group, memoryview]] = []
         room = _LOT_BYTES
         while (group := self._group) is not None and group.direct:
             size, into = group.size, group.into
@@ -289,7 +192,7 @@ class RangeReceiver:
             room -= count * size
             self._took(group, count)
         if frames:
-            self._scatters.append(_Scatter(frames))
+            self._scatters.append(Scatter(frames))
 
     def _scattered(self, n: int) -> None:
         while n and self._scatters:
@@ -303,13 +206,14 @@ class RangeReceiver:
             self._scatters.popleft()
             if unexpected is not None:
                 behind = [view for later in self._scatters for view in later.want()]
-                rest = unexpected + b"".join([*behind, self._view])[:n]
-                raise UnexpectedFrameError(scatter.current.read, scatter.current.size, rest)
+                group, rest = unexpected
+                rest += b"".join([*behind, self._view])[:n]
+                raise UnexpectedFrameError(group.read, group.size, rest)
         if not self._scatters:
             self._fill = n
             self._advance()
 
-    def _strip(self, group: _Group, count: int, head: int, frame: int) -> None:
+    def _strip(self, group: Group, count: int, head: int, frame: int) -> None:
         if count == 1:
             at = self._pos
             sound = bytes(self._view[at : at + head]) == group.header
@@ -327,14 +231,14 @@ class RangeReceiver:
         into = np.frombuffer(group.into[: count * group.size], np.uint8)
         into.reshape(count, group.size)[:] = payload
 
-    def _took(self, group: _Group, count: int) -> None:
+    def _took(self, group: Group, count: int) -> None:
         if count == group.count:
             self._group = next(self._groups, None)
             return
         group.count -= count
         group.into = group.into[count * group.size :]
 
-    def _fail(self, group: _Group, at: int) -> None:
+    def _fail(self, group: Group, at: int) -> None:
         rest = bytes(self._view[at : self._fill])
         raise UnexpectedFrameError(group.read, group.size, rest)
 

@@ -1,0 +1,196 @@
+"""Reads of single elements of a lazy stack, each in its own shape, one round trip for all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from tdio._td import LazyStackedTensorDict, TensorDict, build, value_entry
+from tdio.layout.buffers import Slot, pack, views
+from tdio.layout.index import Rows, select
+from tdio.layout.plan import plan_elements
+from tdio.layout.spec import Int64Array, LeafSpec
+from tdio.store.entries import decoded, entries_of
+from tdio.store.handle import Contended, Handle, Plan
+from tdio.store.placing import feature, landing, plan_leaves
+from tdio.store.shape import Frame, levels_at
+from tdio.wire.reading import StoreInfo
+from tdio.wire.requests import Operation
+
+#: A read that writers come between again and again is done so many rows or elements at a time.
+FEW = 8
+
+
+def reading_elements(
+    handle: Handle,
+    paths: Sequence[str] | None,
+    positions: Int64Array,
+    device: torch.device | None = None,
+    prefix: str = "",
+) -> Operation[list[TensorDict]]:
+    """Read the elements ``positions`` (int64 ``[n]``, in range) of a lazy stack.
+
+    One round trip once the metadata is known; the leaves of all elements share one storage.
+
+    Raises:
+        EntryNotFound: the server lost an entry.
+        CorruptEntry: an entry is shorter than its metadata says.
+    """
+    plan = partial(_planning, handle, paths, device, prefix)
+    try:
+        return (yield from handle.fetch(lambda: plan(positions)))
+    except Contended:
+        if len(positions) < 2:
+            raise
+    out: list[TensorDict] = []
+    for lo in range(0, len(positions), FEW):
+        out += yield from handle.fetch(partial(plan, positions[lo : lo + FEW]))
+    return out
+
+
+def _planning(
+    handle: Handle,
+    paths: Sequence[str] | None,
+    device: torch.device | None,
+    prefix: str,
+    positions: Int64Array,
+) -> Operation[Plan]:
+    entries = yield from entries_of(handle, paths, prefix)
+    info, tensors = handle.info, entries.tensors
+    assert info.stack is not None
+    rows = select(info.batch, (slice(None),) * info.stack + (torch.from_numpy(positions),))
+    dense = [spec for spec in tensors if not spec.ragged]
+    plans = iter(plan_leaves(dense, rows, info.batch, info.stack))
+    slots, nbytes = pack([_leaf(spec, positions, rows, info) for spec in tensors])
+    ranges = [
+        plan_elements(positions, spec.offsets) if spec.offsets is not None else next(plans)
+        for spec in tensors
+    ]
+    landed = yield from landing(handle, tensors, ranges, slots, nbytes)
+
+    def finish(blobs: list[bytes | None]) -> list[TensorDict]:
+        storage = landed.storage(device)
+        columns: list[Sequence[Any]] = [
+            _split(spec, slot, storage, positions, info.stack or 0)
+            for spec, slot in zip(tensors, slots, strict=True)
+        ]
+        for spec, blob in zip(entries.values, blobs, strict=True):
+            value, dims = decoded(handle, spec, blob)
+            chosen = positions.tolist()
+            picked = [value[i] for i in chosen] if dims else [value] * len(chosen)
+            columns.append([value_entry(one, 0, info.inner) for one in picked])
+        names = [*entries.names, *entries.value_names]
+        frame = Frame.of_element(info, prefix)
+        levels = levels_at(info, frame, None, None)
+        return [
+            build(dict(zip(names, one, strict=True)), frame.batch, device, levels)
+            for one in (zip(*columns, strict=True) if columns else [()] * len(positions))
+        ]
+
+    return Plan(landed.reads, [spec.path for spec in entries.values], finish)
+
+
+def _leaf(
+    spec: LeafSpec, positions: Int64Array, rows: Rows, info: StoreInfo
+) -> tuple[torch.dtype, tuple[int, ...]]:
+    """Return dtype and shape of what is read of a leaf; elements of different shapes as one row."""
+    if spec.offsets is not None:
+        nbytes = int((spec.offsets[positions + 1] - spec.offsets[positions]).sum())
+        return spec.dtype, (nbytes // spec.dtype.itemsize,)
+    return spec.dtype, (*rows.shape, *info.batch[rows.depth :], *feature(spec, info.batch))
+
+
+def reading_ragged(
+    handle: Handle,
+    paths: Sequence[str] | None,
+    items: tuple[Any, ...],
+    device: torch.device | None,
+    prefix: str,
+) -> Operation[TensorDict | LazyStackedTensorDict]:
+    """Read what a normalised index selects of a lazy stack whose elements differ in shape.
+
+    Raises:
+        IndexOutOfRange: an index outside the batch size.
+        EntryNotFound: the server lost an entry.
+        CorruptEntry: an entry is shorter than its metadata says.
+    """
+    info = handle.info
+    assert info.stack is not None
+    frame = Frame.of(info, prefix)
+    select(frame.batch, items)  # raises for a bad index before torch does
+    at, item = _stack_item(items, info.stack)
+    if at is None or item == slice(None):
+        positions = np.arange(info.count)
+        local: Any = slice(None)
+    else:
+        rows = select((info.count,), (item,))
+        if isinstance(item, slice):
+            # In the slice's own order; what indexes other dims keeps its meaning beside a slice.
+            positions, local = rows.positions, slice(None)
+        elif len(items) == 1 and len(rows.shape) == 1:
+            # Each element of a batch has bytes of its own, also where an index repeats.
+            positions, local = rows.positions, slice(None)
+        else:
+            positions, inverse = np.unique(rows.positions, return_inverse=True)
+            local = torch.from_numpy(inverse.reshape(rows.shape))
+            local = local if local.ndim else int(local)
+    inner = items if at is None else (*items[:at], local, *items[at + 1 :])
+    if all(isinstance(part, slice) and part == slice(None) for part in inner):
+        inner = ()
+    if not len(positions):
+        empty = yield from _empty_stack(handle, paths, device, prefix)
+        return empty[inner] if inner else empty
+    elements = yield from reading_elements(handle, paths, positions, device, prefix)
+    stack = _stacked(elements, info)
+    return stack[inner] if inner else stack
+
+
+def _stacked(elements: list[TensorDict], info: StoreInfo) -> LazyStackedTensorDict:
+    root, dim = info.levels.get(""), info.stack or 0
+    name = root.names[dim] if root is not None and root.names else None
+    return LazyStackedTensorDict(*elements, stack_dim=dim, stack_dim_name=name)
+
+
+def _empty_stack(
+    handle: Handle, paths: Sequence[str] | None, device: torch.device | None, prefix: str
+) -> Operation[TensorDict]:
+    """Return the stack of no elements, dense: ragged dims become 0."""
+    entries = yield from entries_of(handle, paths, prefix)
+    frame, stack = entries.frame, handle.info.stack or 0
+    batch = (*frame.batch[:stack], 0, *frame.batch[stack + 1 :])
+    flat: dict[str, Any] = {}
+    for name, spec in zip(entries.names, entries.tensors, strict=True):
+        below = spec.shape[len(frame.batch) :]
+        shape = (*batch, *(0 if spec.ragged else n for n in below))
+        flat[name] = torch.empty(shape, dtype=spec.dtype, device=device)
+    flat |= {name: value_entry([], 1, batch) for name in entries.value_names}
+    return build(flat, batch, device)
+
+
+def _stack_item(items: tuple[Any, ...], stack: int) -> tuple[int | None, Any]:
+    """Return where in ``items`` the stack dim is indexed on its own, and by what."""
+    dim = 0
+    for at, item in enumerate(items):
+        if item is None:
+            continue
+        taken = item.ndim if isinstance(item, torch.Tensor) and item.dtype == torch.bool else 1
+        if dim == stack and taken == 1:
+            return at, item
+        dim += taken
+    return None, None
+
+
+def _split(
+    spec: LeafSpec, slot: Slot, storage: torch.Tensor, positions: Int64Array, stack: int
+) -> Sequence[torch.Tensor]:
+    (view,) = views(storage, [slot])
+    if spec.offsets is None or spec.shapes is None:
+        return list(view.movedim(stack, 0).unbind(0))
+    counts = (spec.offsets[positions + 1] - spec.offsets[positions]) // spec.dtype.itemsize
+    parts = view.split(counts.tolist())
+    shapes = map(spec.element_shape, positions.tolist())
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
