@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ssl
 
 import pytest
@@ -12,6 +13,7 @@ from tdio import TensorDictStore, errors, open_store
 from tdio.server import embedded_server
 from tdio.testing import StoreReadTests, StoreTests
 from tdio.testing._samples import ELEMENTS, assert_same, element, ragged
+from tdio.transport.address import Address
 from tdio.transport.fake import MemoryServer
 
 
@@ -80,6 +82,14 @@ def front(server, tmp_path_factory):
         yield kwargs
 
 
+def where(kwargs):
+    return {key: kwargs[key] for key in ("host", "port")}
+
+
+def ssl_options(kwargs):
+    return {key: value for key, value in kwargs.items() if key.startswith("ssl")}
+
+
 class TestTls(OnAServer):
     @pytest.fixture
     def connection(self, front):
@@ -88,13 +98,28 @@ class TestTls(OnAServer):
     def test_a_certificate_of_a_stranger_is_refused(self, front, tmp_path, server):
         with tls_in_front_of(server.port, tmp_path) as stranger:
             kwargs = stranger | {"ssl_ca_certs": front["ssl_ca_certs"]}
-            with pytest.raises(errors.ServerUnavailable, match="(?i)certificate"):
+            with pytest.raises(errors.ServerUnavailable, match="certificate.*ssl_ca_certs="):
                 TensorDictStore.from_store(td_id="any", **kwargs)
+            with pytest.raises(errors.ServerUnavailable, match="certificate.*ssl_ca_certs="):
+                asyncio.run(Address(options=ssl_options(kwargs), **where(kwargs)).connect_async())
 
     def test_plain_text_is_refused(self, front):
-        kwargs = {key: front[key] for key in ("host", "port")}
-        with pytest.raises(ConnectionError):
-            TensorDictStore.from_store(td_id="any", **kwargs)
+        with pytest.raises(errors.ServerUnavailable, match="if the port speaks TLS, pass ssl=True"):
+            TensorDictStore.from_store(td_id="any", **where(front))
+
+    def test_tls_with_a_plain_port_has_the_limit_of_connecting(self, tcp, front):
+        kwargs = ssl_options(front) | {"socket_connect_timeout": 0.5}
+        says = r"within 0\.5 s, the socket_connect_timeout=.* leave out ssl=True"
+        with pytest.raises(errors.ServerTimeout, match=says):
+            TensorDictStore.from_store(td_id="any", **tcp, **kwargs)
+        with pytest.raises(errors.ServerTimeout, match=says):
+            asyncio.run(Address(options=kwargs, **tcp).connect_async())
+
+    def test_a_reply_has_the_other_limit(self, front):
+        address = Address(options=ssl_options(front) | {"socket_timeout": 7.0}, **where(front))
+        connection = address.connect()
+        assert connection._sock.gettimeout() == connection.socket_timeout == 7.0
+        connection.disconnect()
 
     def test_a_client_with_tls_handed_in(self, front, writer):
         with redis.Redis(**front, ssl_min_version=ssl.TLSVersion.TLSv1_2) as client:

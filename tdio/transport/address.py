@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -111,7 +112,10 @@ class Address:
             ServerTimeout: it accepts and stays silent.
             AuthenticationFailed: wrong user or password. Not retried.
         """
-        connection: Any = redis.Redis(**self._kwargs(Retry)).connection_pool.make_connection()
+        pool: Any = redis.Redis(**self._kwargs(Retry)).connection_pool
+        if pool.connection_class is redis.SSLConnection:
+            pool.connection_class = _TlsConnection
+        connection = pool.make_connection()
         with self._named_errors():
             connection.connect()
         return connection
@@ -150,18 +154,33 @@ class Address:
                 f"{self} refused the user or the password ({error}); check username= and password="
             ) from error
         except (redis.TimeoutError, TimeoutError) as error:
-            limit = self.options.get("socket_connect_timeout") or SOCKET_CONNECT_TIMEOUT_S
+            # redis-py's words for the connection and the TLS handshake; else a reply did not come.
+            name = "socket_connect_timeout" if "connecting" in str(error) else "socket_timeout"
+            limit = float(self._kwargs(Retry)[name])
             raise ServerTimeout(
-                f"{self} did not answer within {limit} s of connecting "
-                f"({error}); is it up, and is the address right?"
+                f"{self} did not answer within {limit:g} s, the {name}= ({error}); is it up, and "
+                f"is the address right?{self._tls_hint()}"
             ) from error
         except (redis.RedisError, OSError) as error:
             if "NOAUTH" in str(error):
                 raise AuthenticationFailed(f"{self} asks for a password; pass password=") from error
+            if isinstance(error.__cause__ or error.__context__ or error, ssl.CertificateError):
+                raise ServerUnavailable(
+                    f"the TLS certificate of {self} is not accepted: {error}; pass ssl_ca_certs= "
+                    "of the authority that signed it, and the host= that it is for"
+                ) from error
             raise ServerUnavailable(
                 f"no server answers at {self}: {error}; start one, or pass the host=, port= or "
-                "unix_socket_path= of one that runs"
+                f"unix_socket_path= of one that runs{self._tls_hint()}"
             ) from error
+
+    def _tls_hint(self) -> str:
+        """Say what ``ssl=`` may have to do with it, at the end of a message."""
+        if self.unix_socket_path is not None:
+            return ""
+        if self.options.get("ssl"):
+            return "; if the port does not speak TLS, leave out ssl=True"
+        return "; if the port speaks TLS, pass ssl=True"
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
@@ -169,3 +188,16 @@ class Address:
         if context.get_spawning_popen() is None:
             state["options"] = {k: v for k, v in self.options.items() if k not in _SECRETS}
         return state
+
+
+class _TlsConnection(redis.SSLConnection):
+    """A connection whose TLS handshake has the limit of connecting, not that of a reply."""
+
+    def _connect(self) -> Any:
+        reply_s, self.socket_timeout = self.socket_timeout, self.socket_connect_timeout
+        try:
+            sock = super()._connect()  # type: ignore[no-untyped-call]
+        finally:
+            self.socket_timeout = reply_s
+        sock.settimeout(reply_s)
+        return sock
