@@ -490,3 +490,54 @@ def test_a_pipe_is_closed_by_one_thread_while_others_use_it():
                 end._drop()
     finally:
         sys.setswitchinterval(interval)
+
+
+# ---- one pipe, two threads
+
+
+def duplex(pipe, count, result=None):
+    """Send and receive at once, in two threads; reports what went wrong."""
+    wrong = []
+    sys.setswitchinterval(1e-5)
+
+    def send():
+        for i in range(count):
+            pipe.send(TensorDict(x=torch.full((1 + i % 3,), i)))
+
+    def receive():
+        for i in range(count):
+            got = pipe.recv()["x"]
+            assert got.tolist() == [i] * (1 + i % 3)
+
+    def noting(work):
+        try:
+            work()
+        except BaseException as error:
+            wrong.append(repr(error))
+
+    threads = [threading.Thread(target=noting, args=(work,)) for work in (send, receive)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    pipe._drop() if wrong else pipe.close()
+    if result is not None:
+        result.send(wrong)
+    return wrong
+
+
+def duplex_client(port, count, result):
+    duplex(TensorDictPipe.connect_sync("127.0.0.1", port, timeout=20), count, result)
+
+
+def test_one_thread_sends_while_another_receives(child):
+    """What UCX says of an acknowledgement is not taken for the size of a tensordict."""
+    ours, theirs = mp.Pipe()
+    interval = sys.getswitchinterval()
+    pipe, _ = listening(child, duplex_client, 6000, theirs)
+    try:
+        assert duplex(pipe, 6000) == []
+    finally:
+        sys.setswitchinterval(interval)
+    assert ours.poll(30)
+    assert ours.recv() == []

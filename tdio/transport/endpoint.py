@@ -32,6 +32,9 @@ class Transfer(ABC):
 class Endpoint(ABC):
     """One end of a connection that carries messages.
 
+    Threads may share it, each with calls of its own: on one channel one at a time receives, and
+    one at a time sends.
+
     Attributes:
         name: both addresses, for errors.
         tdio_peer: whether the other end is tdio too, so that its frames may be used; known once

@@ -27,6 +27,21 @@ def _param(memory_type: int, info: lib.TagInfo | None = None) -> Any:
     return param
 
 
+class _Inbox:
+    """Where UCX writes what it found on one channel, for the one call at a time that receives there.
+
+    Two channels have two: threads that use one each run between a call of UCX and the look at what
+    it wrote.
+    """
+
+    def __init__(self) -> None:
+        self.info = lib.TagInfo()
+        self.info_at = c.addressof(self.info)
+        self._recv = (_param(lib.HOST_MEMORY, self.info), _param(lib.CUDA_MEMORY, self.info))
+        #: By whether the buffer is on a CUDA device.
+        self.recv_at = tuple(map(c.addressof, self._recv))
+
+
 _SEND = (_param(lib.HOST_MEMORY), _param(lib.CUDA_MEMORY))
 #: By whether the buffer is on a CUDA device. An address passes through ctypes fastest.
 _SEND_AT = tuple(map(c.addressof, _SEND))
@@ -155,11 +170,15 @@ class _Receive(UcxTransfer):
     __slots__ = ()
 
     def _received(self) -> None:
-        endpoint = self._endpoint
-        test, request, info_at = endpoint.api.tag_recv_request_test, self.request, endpoint.info_at
+        info = lib.TagInfo()
+        test, request, info_at = (
+            self._endpoint.api.tag_recv_request_test,
+            self.request,
+            c.addressof(info),
+        )
         if request is not None:
             test(request, info_at)
-            self.nbytes = endpoint.info.length
+            self.nbytes = info.length
 
 
 class UcxEndpoint(Endpoint):
@@ -182,10 +201,7 @@ class UcxEndpoint(Endpoint):
         self.api = api = worker.api
         self.pending: set[UcxTransfer] = set()
         self._kept: list[Any] = []
-        self.info = lib.TagInfo()
-        self.info_at = c.addressof(self.info)
-        self._recv = (_param(lib.HOST_MEMORY, self.info), _param(lib.CUDA_MEMORY, self.info))
-        self._recv_at = tuple(map(c.addressof, self._recv))
+        self._inboxes = _Inbox(), _Inbox()
         self._tag_send, self._tag_recv, self._tag_probe = (
             api.tag_send_nbx,
             api.tag_recv_nbx,
@@ -258,14 +274,15 @@ class UcxEndpoint(Endpoint):
         worker = self._worker
         if worker is None or not worker.usable:
             worker = self._open()
-        tag, mask, at = self._recv_tag + channel, lib.FULL_MASK, self.info_at
+        inbox = self._inboxes[channel]
+        tag, mask, at = self._recv_tag + channel, lib.FULL_MASK, inbox.info_at
         # Another thread may close this end after any call, but not between a test and a call.
         handle = worker.handle
         if self._worker is not None and self._tag_probe(handle, tag, mask, 0, at):
-            return int(self.info.length)
+            return int(inbox.info.length)
         worker.step()
         if self._worker is not None and self._tag_probe(handle, tag, mask, 0, at):
-            return int(self.info.length)
+            return int(inbox.info.length)
         if self._worker is None:
             self._open()
         if error := self._lost():
@@ -283,12 +300,14 @@ class UcxEndpoint(Endpoint):
         if worker is None or not worker.usable:
             worker = self._open()
         place, nbytes, cuda = address(buffer, writable=True)
+        inbox = self._inboxes[channel]
         tag, mask, handle = self._recv_tag + channel, lib.FULL_MASK, worker.handle
+        at = inbox.recv_at[cuda]
         if self._worker is None:
             self._open()
-        request = self._tag_recv(handle, place, nbytes, tag, mask, self._recv_at[cuda])
+        request = self._tag_recv(handle, place, nbytes, tag, mask, at)
         if request is None:
-            return _Done(self.info.length)
+            return _Done(inbox.info.length)
         transfer = _Receive(self, buffer, nbytes)
         transfer.start(request)
         return transfer
@@ -306,7 +325,8 @@ class UcxEndpoint(Endpoint):
         return idle
 
     def _under_way(self) -> int:
-        return sum(transfer.nbytes for transfer in self.pending)
+        # A copy, in one step: another thread may start or end a transfer meanwhile.
+        return sum(transfer.nbytes for transfer in list(self.pending))
 
     def wait(self, ready: Callable[[], bool], timeout_s: float | None) -> None:
         """Block until ``ready()`` is true.
