@@ -35,6 +35,9 @@ from tdio.store.version import current_version
 from tdio.store.windows import tensors_only
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
+#: How often one read begins anew because the store was written to meanwhile. A read that still
+#: meets a new version then is served past the cache.
+_RENEWALS = 4
 
 
 class RowCache:
@@ -45,6 +48,11 @@ class RowCache:
         paths: the entries to read.
         directory: where caches lie, on a local disk.
         limit_bytes: the first elements that fit into so many bytes are kept; None keeps all.
+
+    Raises:
+        ValueError: ``limit_bytes`` is negative.
+        CacheUnavailable: the files cannot be made.
+        InvalidIndex: the store is stacked along another dim than the first.
     """
 
     def __init__(
@@ -56,8 +64,11 @@ class RowCache:
     ) -> None:
         if handle.info.stack not in (None, 0):
             raise InvalidIndex(f"{handle.location} is stacked along another dim than the first")
+        if limit_bytes is not None and limit_bytes < 0:
+            raise ValueError(f"cache_bytes={limit_bytes}: at least 0, or None to keep all")
         self.handle, self.paths = handle, list(paths)
-        self.directory, self.limit_bytes = Path(directory), limit_bytes
+        # Workers may run in another directory.
+        self.directory, self.limit_bytes = Path(directory).absolute(), limit_bytes
         self._renew()
 
     # ---- files
@@ -76,7 +87,9 @@ class RowCache:
         self.kept = self._fitting()
         home = self.directory / _digest(str(self.handle.location), *sorted(self.paths))
         boot = _BOOT.read_text() if _BOOT.exists() else ""
-        self.home = home / _digest(version.hex(), boot, *map(_identity, self.specs.values()))
+        # The same entries in another order are the same files.
+        identities = [_identity(self.specs[path]) for path in sorted(self.specs)]
+        self.home = home / _digest(version.hex(), boot, *identities)
         try:
             home.mkdir(parents=True, exist_ok=True)
             # The kernel lets go of the lock when its holder dies.
@@ -96,12 +109,17 @@ class RowCache:
 
     def _map(self) -> None:
         count = self.handle.info.batch[0]
-        flags = _mapped(self.home / "elements", count, count)
-        self._flags = flags.numpy()
+        places = {path: self.home / str(number) for number, path in enumerate(sorted(self.specs))}
+        elements = self.home / "elements"
+        if not all(_has_size(places[path], spec.nbytes) for path, spec in self.specs.items()):
+            # Flags speak of all tables. Unlinked, not cleared: who has the old files mapped goes
+            # on with them, and sets no flag for bytes that are not in the new ones.
+            elements.unlink(missing_ok=True)
         self._tables = {
-            path: _mapped(self.home / str(number), spec.nbytes, _end(spec, self.kept))
-            for number, (path, spec) in enumerate(self.specs.items())
+            path: _mapped(places[path], spec.nbytes, _end(spec, self.kept))
+            for path, spec in self.specs.items()
         }
+        self._flags = _mapped(elements, count, count).numpy()
 
     def _fitting(self) -> int:
         """Return how many elements are kept: the first ones, so that no count must be shared."""
@@ -114,27 +132,37 @@ class RowCache:
     # ---- reads
 
     def read(self, positions: Int64Array, device: torch.device | None) -> Any:
-        """Return elements, int64 ``[B]``; one read of the server for those that are not kept."""
-        missing = self._missing(positions)
-        fetched: dict[str, list[torch.Tensor]] = {}
+        """Return elements, int64 ``[B]``; one read of the server for those that are not kept.
+
+        Raises:
+            StoreNotFound: the store was deleted, or replaced by one of another batch size.
+        """
+        for _ in range(_RENEWALS):
+            missing = self._missing(positions)
+            fetched = self._fetch(missing) if len(missing) else {}
+            if fetched is not None:
+                break
+            # Another version: nothing that was kept, nor what was missing, holds for it.
+            self._renew()
+        else:
+            return read(self.handle, self.paths, torch.from_numpy(positions), device)
         if len(missing):
-            fetched = self._fetch(missing)
             self._keep(missing, fetched)
         if any(spec.ragged for spec in self.specs.values()):
             return self._stack(positions, missing, fetched, device)
         return self._batch(positions, missing, fetched, device)
 
     def _missing(self, positions: Int64Array) -> Int64Array:
-        return np.unique(positions[self._flags[positions] == 0])
+        # Others may keep more elements in the same files than this limit allows.
+        absent = (self._flags[positions] == 0) | (positions >= self.kept)
+        return np.unique(positions[absent])
 
-    def _fetch(self, missing: Int64Array) -> dict[str, Any]:
-        """Read elements from the server, of the version that this cache is of."""
-        while True:
-            batch = read(self.handle, self.paths, torch.from_numpy(missing), None)
-            now = current_version(self.handle)
-            if now == self.version:
-                return _columns(batch, self.paths)
-            self._renew()
+    def _fetch(self, missing: Int64Array) -> dict[str, Any] | None:
+        """Read elements from the server; None where they are not of this cache's version."""
+        batch = read(self.handle, self.paths, torch.from_numpy(missing), None)
+        if current_version(self.handle) != self.version:
+            return None
+        return _columns(batch, self.paths)
 
     def _keep(self, missing: Int64Array, fetched: dict[str, Any]) -> None:
         count = int(np.searchsorted(missing, self.kept))
@@ -266,6 +294,10 @@ def _mapped(path: Path, size: int, reserved: int) -> torch.Tensor:
     finally:
         os.close(descriptor)
     return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+
+
+def _has_size(path: Path, size: int) -> bool:
+    return not size or (path.exists() and path.stat().st_size == size)
 
 
 def _ends(spec: LeafSpec, count: int) -> Int64Array:

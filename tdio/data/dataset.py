@@ -107,8 +107,12 @@ class StoreDataset(Dataset[Any]):
         self._handle.specs(self._paths)
         self._windows: Windows | None = None
         self._cache: RowCache | None = None
-        if cache is not None and (cache != "memmap" or cache_dir is None or window is not None):
-            raise TypeError('cache= is "memmap", and comes with cache_dir= and without window=')
+        if cache is not None and cache != "memmap":
+            raise ValueError(f'cache={cache!r}: there is only cache="memmap", or None for no cache')
+        if cache is not None and cache_dir is None:
+            raise TypeError('cache="memmap" needs cache_dir=, a directory on a local disk')
+        if cache is not None and window is not None:
+            raise TypeError("cache= keeps whole elements, so it does not come with window=")
         if cache is None and (cache_dir is not None or cache_bytes is not None):
             raise TypeError('cache_dir= and cache_bytes= come with cache="memmap"')
         if window is None and (stride is not None or key is not None):
