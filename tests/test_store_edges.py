@@ -296,3 +296,139 @@ def test_a_with_block_over_a_view_leaves_the_store_open(conn):
         pass
     with pytest.raises(errors.ServerUnavailable):
         store[1]["n", "x"]
+
+
+@pytest.mark.parametrize("before", [[3], [3, 4], [3, 4, 2]], ids=str)
+@pytest.mark.parametrize("after", [[3], [3, 4], [3, 4, 2]], ids=str)
+def test_an_index_of_a_level_whose_batch_size_another_handle_changed(conn, before, after):
+    x = torch.arange(24.0).view(3, 4, 2)
+    one = TensorDictStore.from_tensordict(
+        TensorDict(n=TensorDict(x=x, batch_size=before), batch_size=[3]), **conn
+    )
+    local = TensorDict(n=TensorDict(x=x.clone(), batch_size=after), batch_size=[3])
+    for index in ((..., 1), (slice(None), 1), (0, 1), (None, 0), (..., None), ([2, 0],)):
+        one["n"] = TensorDict(x=x.clone(), batch_size=before)
+        reader, writer = (open_store(td_id=one.td_id, **conn)["n"] for _ in range(2))
+        one["n"] = local["n"]
+        if sum(part is not None and part is not ... for part in index) > len(after):
+            with pytest.raises(errors.InvalidIndex):
+                reader[index]
+            continue
+        want, got = local["n"][index], reader[index]
+        assert got.batch_size == want.batch_size and torch.equal(got["x"], want["x"])
+        assert reader.batch_size == torch.Size(after)
+        if None not in index:
+            changed = local["n"].clone()
+            changed[index] = 7.0
+            writer[index] = 7.0
+            assert torch.equal(one["n", "x"], changed["x"])
+
+
+def test_an_index_of_a_level_of_a_ragged_stack_that_changed(conn):
+    def stack(batch):
+        return lazy_stack(
+            [
+                TensorDict(n=TensorDict(x=torch.full((3, 2, i + 1), i), batch_size=batch))
+                for i in range(4)
+            ]
+        )
+
+    one = TensorDictStore.from_tensordict(stack([3]), **conn)
+    view = open_store(td_id=one.td_id, **conn)["n"]
+    one["n"] = stack([3, 2])["n"]
+    assert view[..., 1].batch_size == (4, 3)
+
+
+@pytest.mark.parametrize("read", ["batch", "whole", "leaf", "write", "number"])
+def test_a_handle_that_has_read_nothing_sees_what_another_made(conn, read):
+    local = TensorDict(a=torch.arange(4), b=torch.arange(4.0), batch_size=[4])
+    work = {
+        "batch": lambda s: s[[0, 1]],
+        "whole": lambda s: s.to_tensordict(),
+        "leaf": lambda s: s["b"],
+        "write": lambda s: s.update(TensorDict(b=torch.ones(4), batch_size=[4])),
+        "number": lambda s: s.__setitem__(3, 7),
+    }[read]
+    one = TensorDictStore.from_tensordict(local, **conn)
+    stale = open_store(td_id=one.td_id, **conn)
+    one.del_("a")
+    out = work(stale)
+    if read in ("batch", "whole"):
+        assert set(out.keys()) == {"b"}
+    assert one["b"].tolist() == {"write": [1.0] * 4, "number": [0.0, 1.0, 2.0, 7.0]}.get(
+        read, [0.0, 1.0, 2.0, 3.0]
+    )
+    late = open_store(td_id=one.td_id, **conn)
+    one.clear_redis()
+    with pytest.raises(errors.StoreNotFound):
+        work(late)
+    # The handle that cleared it too.
+    with pytest.raises(errors.StoreNotFound if read != "leaf" else KeyError):
+        work(one)
+    wider = TensorDict(b=torch.arange(9.0), batch_size=[9])
+    TensorDictStore.from_tensordict(wider, td_id=one.td_id, **conn)
+    with pytest.raises(errors.StoreNotFound, match="another store"):
+        work(open_again := late)
+    assert open_again is late
+
+
+@pytest.mark.parametrize(
+    "index", [(slice(None), slice(None, None, -1)), (1, slice(None, None, -1))]
+)
+def test_a_slice_that_runs_backwards_inside_elements(conn, index):
+    local = lazy_stack([TensorDict(x=torch.rand(3, i + 1), batch_size=[3]) for i in range(3)])
+    store = TensorDictStore.from_tensordict(local, **conn)
+    got = store[index]
+    for i, element in enumerate(got.unbind(0) if index[0] == slice(None) else [got]):
+        at = i if index[0] == slice(None) else 1
+        assert torch.equal(element["x"], local[at]["x"].flip(0))
+    assert torch.equal(store[2][::-1]["x"], local[2]["x"].flip(0))
+
+
+def test_small_integers_and_empty_ranges_index(conn):
+    local = TensorDict(x=torch.arange(20).view(5, 4), batch_size=[5, 4])
+    store = TensorDictStore.from_tensordict(local, **conn)
+    for dtype in (torch.int8, torch.int16, torch.int32):
+        at = torch.tensor([3, 1], dtype=dtype)
+        assert torch.equal(store[at, None]["x"], local["x"][at.long(), None])
+        assert torch.equal(store[:, at]["x"], local["x"][:, at.long()])
+    assert store[range(5, 2)].batch_size == (0, 4)
+    assert store[range(4, 0, -2)]["x"].tolist() == local["x"][[4, 2]].tolist()
+
+
+def test_no_element_of_a_ragged_stack_keeps_the_dims_that_all_share(conn):
+    local = lazy_stack([TensorDict(x=torch.zeros(i, 84, 3)) for i in (1, 2)])
+    store = TensorDictStore.from_tensordict(local, **conn)
+    assert store[[]]["x"].shape == (0, 0, 84, 3)
+
+
+def test_elements_of_another_stack_dim_say_how_they_are_written(conn):
+    elements = [TensorDict(x=torch.zeros(2, i + 1), batch_size=[2]) for i in range(3)]
+    store = TensorDictStore.from_tensordict(lazy_stack(elements, 1), **conn)
+    with pytest.raises(errors.InvalidIndex, match=r"written whole: store.update"):
+        store[:, 1] = TensorDict(x=torch.zeros(2, 9), batch_size=[2])
+
+
+@pytest.mark.parametrize("odd", [torch.eye(3).to_sparse(), torch.ones(3, 3, device="meta")])
+def test_a_leaf_without_plain_bytes_is_refused_before_anything_is_sent(conn, odd):
+    for local in (
+        TensorDict(a=torch.ones(3), x=odd, batch_size=[3]),
+        lazy_stack([TensorDict(x=odd)]),
+    ):
+        with pytest.raises(errors.UnsupportedValue, match="'x'"):
+            TensorDictStore.from_tensordict(local, td_id="odd", **conn)
+        with pytest.raises(errors.StoreNotFound):
+            open_store(td_id="odd", **conn)
+
+
+@pytest.mark.parametrize("odd", [5, None, [1], {"a": torch.ones(3)}, torch.ones(3)], ids=str)
+def test_what_is_no_tensordict_is_refused(conn, odd):
+    with pytest.raises(errors.UnsupportedValue, match="from_dict"):
+        TensorDictStore.from_tensordict(odd, **conn)
+
+
+def test_the_empty_key_is_no_entry(conn):
+    store = TensorDictStore.from_tensordict(TensorDict(a=torch.ones(3), batch_size=[3]), **conn)
+    with pytest.raises(KeyError):
+        store[""]
+    assert store.get("", None) is None

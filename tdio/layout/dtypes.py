@@ -41,6 +41,22 @@ def dtype_from_name(name: str, where: str) -> torch.dtype:
     return dtype
 
 
+def check_plain(tensor: torch.Tensor, what: str) -> None:
+    """Refuse a tensor that has no plain bytes; ``what`` says which, for the error.
+
+    Raises:
+        UnsupportedValue: a sparse, jagged or quantized tensor, or one on the meta device.
+    """
+    dtype_name(tensor.dtype)
+    if tensor.is_meta:
+        raise UnsupportedValue(f"{what} on the meta device has no bytes to store")
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        raise UnsupportedValue(
+            f"{what} of layout {tensor.layout} cannot be stored as plain bytes; store its values "
+            "and indices or offsets as entries, or make it dense"
+        )
+
+
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of ``tensor`` as a 1-D uint8 tensor on the host, in C order.
 
@@ -50,12 +66,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     Raises:
         UnsupportedValue: a sparse, jagged or quantized tensor, or one on the meta device.
     """
-    dtype_name(tensor.dtype)
-    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
-        raise UnsupportedValue(
-            f"a tensor of layout {tensor.layout} on {tensor.device} cannot be stored as plain "
-            "bytes; store its values and offsets as entries, or pad it"
-        )
+    check_plain(tensor, "a tensor")
     flat = tensor.detach()
     if not flat.is_cpu or flat.is_conj() or flat.is_neg() or not flat.is_contiguous():
         flat = flat.to("cpu").resolve_conj().resolve_neg().contiguous()

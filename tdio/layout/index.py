@@ -60,7 +60,7 @@ def normalise(index: Any, ndim: int) -> tuple[Any, ...]:
     """
     items = list(index) if isinstance(index, tuple) else [index]
     items = [_item(item) for item in items]
-    used = sum(_dims_taken(item) for item in items if item is not Ellipsis)
+    used = sum(dims_taken(item) for item in items if item is not Ellipsis)
     if used > ndim:
         raise InvalidIndex(f"the index {_show(index)} takes {used} dims, there are {ndim}")
     if any(item is Ellipsis for item in items):
@@ -83,7 +83,7 @@ def select(shape: tuple[int, ...], items: tuple[Any, ...]) -> Rows:
     """
     if not items:
         return Rows(np.zeros(1, np.int64), (), 0)
-    if len(items) == 1 and items[0] is not None and _dims_taken(items[0]) == 1:
+    if len(items) == 1 and items[0] is not None and dims_taken(items[0]) == 1:
         positions, out = _select_one(shape[0], items[0])
         return Rows(positions, out, 1)
     return _select_many(shape, items)
@@ -121,7 +121,7 @@ def _wrap(positions: Int64Array, size: int) -> Int64Array:
 
 
 def _select_many(shape: tuple[int, ...], items: tuple[Any, ...]) -> Rows:
-    depth = sum(_dims_taken(item) for item in items)
+    depth = sum(dims_taken(item) for item in items)
     dims = shape[:depth]
     _check_bounds(dims, items)
     items, flips = _without_negative_steps(dims, items)
@@ -144,7 +144,7 @@ def _select_many(shape: tuple[int, ...], items: tuple[Any, ...]) -> Rows:
 def _check_bounds(dims: tuple[int, ...], items: tuple[Any, ...]) -> None:
     dim = 0
     for item in items:
-        taken = _dims_taken(item)
+        taken = dims_taken(item)
         if isinstance(item, int) or (isinstance(item, torch.Tensor) and item.dtype != torch.bool):
             _select_one(dims[dim], item)
         elif isinstance(item, torch.Tensor) and tuple(item.shape) != dims[dim : dim + taken]:
@@ -162,7 +162,7 @@ def _without_negative_steps(
     flips: set[int] = set()
     dim = 0
     for item in items:
-        taken = _dims_taken(item)
+        taken = dims_taken(item)
         if isinstance(item, slice):
             try:
                 span = range(dims[dim])[item]
@@ -177,7 +177,8 @@ def _without_negative_steps(
     return tuple(out), flips
 
 
-def _dims_taken(item: Any) -> int:
+def dims_taken(item: Any) -> int:
+    """Return how many dims one part of an index takes."""
     if item is None:
         return 0
     return item.ndim if isinstance(item, torch.Tensor) and item.dtype is torch.bool else 1
@@ -190,7 +191,7 @@ def _item(item: Any) -> Any:
     if isinstance(item, (bool, np.bool_)):
         return torch.tensor(bool(item))
     if isinstance(item, range):
-        return torch.arange(item.start, item.stop, item.step)
+        return torch.tensor(item, dtype=torch.int64)
     if isinstance(item, np.ndarray) and not item.ndim:
         item = torch.as_tensor(item)
     if isinstance(item, (list, np.ndarray)):
@@ -205,6 +206,9 @@ def _item(item: Any) -> Any:
     if isinstance(item, torch.Tensor):
         if item.dtype.is_floating_point or item.dtype.is_complex:
             raise InvalidIndex(f"a tensor of {item.dtype} is not an index; use whole numbers")
+        if item.dtype in (torch.int8, torch.int16, torch.int32):
+            # Alone torch takes them, beside others it does not.
+            item = item.long()
         # As in torch, a 0-d tensor of whole numbers selects like an int.
         return int(item) if item.ndim == 0 and item.dtype != torch.bool else item.cpu()
     try:

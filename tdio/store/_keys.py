@@ -69,25 +69,29 @@ class StoredKeys(_NoShapeOps, _NoVmap, TensorDictBase):
     _prefix: str = ""
     _backend: str = "redis"
 
-    def _setup(self, handle: Handle, batch: tuple[int, ...], device: torch.device | None) -> None:
+    def _setup(self, handle: Handle, device: torch.device | None) -> None:
         self._handle = handle
-        self._batch_size = torch.Size(batch)
         self._device = device
         self._is_locked = False
 
     def _create(self, location: Location, info: StoreInfo, backend: str, **options: Any) -> None:
         """Make the empty store of a constructor."""
         handle = create(location, info, **options)
-        self._setup(handle, info.batch, device_of(info, None, location))
+        self._setup(handle, device_of(info, None, location))
         self._backend = backend
 
     @classmethod
     def _wrap(cls, handle: Handle, device: Any, backend: str) -> Any:
         """Return the tensordict of a store that is on the server."""
         out = cls.__new__(cls)
-        out._setup(handle, handle.info.batch, device_of(handle.info, device, handle.location))
+        out._setup(handle, device_of(handle.info, device, handle.location))
         out._backend = backend
         return out
+
+    @property
+    def _batch_size(self) -> torch.Size:
+        # Of a nested level another handle may change it.
+        return torch.Size(self._frame(self._prefix).batch)
 
     # ---- what a subclass says
 
@@ -156,13 +160,11 @@ class StoredKeys(_NoShapeOps, _NoVmap, TensorDictBase):
 
     def _skeleton(self, nested: bool) -> TensorDict:
         """Return a tensordict with the same keys, and leaves of the same kind."""
-        paths = self._leaf_paths()
-        leaves: dict[str, Any] = dict.fromkeys(paths, _TENSOR)
+        leaves: dict[str, Any] = dict.fromkeys(self._leaf_paths(), _TENSOR)
         if nested:
-            specs = self._handle.specs([self._full(path) for path in paths])
-            for path in paths:
-                if isinstance(specs[self._full(path)], ValueSpec):
-                    leaves[path] = _VALUE
+            cut = len(self._prefix) + 1 if self._prefix else 0
+            specs = self._handle.specs_under(self._prefix).items()
+            leaves = {p[cut:]: _VALUE if isinstance(s, ValueSpec) else _TENSOR for p, s in specs}
         levels = {path: Level(()) for path in self._levels()}
         return build(leaves, (), None, levels)
 
@@ -192,7 +194,7 @@ class StoredKeys(_NoShapeOps, _NoVmap, TensorDictBase):
     @property
     def dtype(self) -> torch.dtype | None:
         """The dtype of all tensors, or None where they differ; from the metadata."""
-        specs = self._handle.specs([self._full(path) for path in self._leaf_paths()])
+        specs = self._handle.specs_under(self._prefix)
         dtypes = {spec.dtype for spec in specs.values() if isinstance(spec, LeafSpec)}
         return dtypes.pop() if len(dtypes) == 1 else None
 

@@ -99,7 +99,7 @@ class StoredReads(StoredKeys):
             if default is None and id(self) in _UPDATED.get():
                 return _TENSOR if self.entry_class(key) is torch.Tensor else _VALUE
             return self._read_entry(path, (), **kwargs)
-        if self._has_level(path):
+        if path != self._prefix and self._has_level(path):
             return self._nested(path)
         if default is NO_DEFAULT:
             raise self._missing(key if len(key) > 1 else key[0])
@@ -125,7 +125,6 @@ class StoredReads(StoredKeys):
         out = self._shallow()
         out._owner = self
         out._prefix = path
-        out._batch_size = torch.Size(self._frame(path).batch)
         level = self._handle.info.levels.get(path)
         if level is not None and level.kind:
             return imported_tensorclass(level.kind)._from_tensordict(out)

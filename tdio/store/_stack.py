@@ -60,7 +60,7 @@ class StoredStack(Stored):
         return index % count
 
     def _ragged(self) -> bool:
-        specs = self._handle.specs([self._full(path) for path in self._leaf_paths()])
+        specs = self._handle.specs_under(self._prefix)
         return any(isinstance(spec, LeafSpec) and spec.ragged for spec in specs.values())
 
     def _local(self) -> Any:
@@ -163,7 +163,7 @@ class StoredStack(Stored):
         frame = self._frame(self._prefix)
         positions, single, rest = positions_of(index, frame, where)
         elements = elements_of(value, len(positions), single, where)
-        specs = self._handle.specs([self._full(path) for path in self._leaf_paths()])
+        specs = self._handle.specs_under(self._prefix)
         tensors = [path for path, spec in specs.items() if isinstance(spec, LeafSpec)]
         flats = flats_of(elements, self._prefix, tensors)
         check = None if isinstance(value, Number) else check

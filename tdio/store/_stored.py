@@ -52,7 +52,7 @@ class Stored(StoredWrites):
 
     def _repr_parts(self) -> list[str]:
         shapes = {}
-        specs = self._handle.specs([self._full(path) for path in self._leaf_paths()])
+        specs = self._handle.specs_under(self._prefix)
         for path, spec in zip(self._leaf_paths(), specs.values(), strict=True):
             if isinstance(spec, ValueSpec):
                 shapes[path] = spec.encoding

@@ -222,21 +222,34 @@ class StoredWrites(StoredReads):
         self._apply(lambda: self._writing_at(flat, _Index(idx, self._frame(prefix), leaf)))
         return self
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        parts = index if isinstance(index, tuple) else (index,)
+        if any(part is Ellipsis for part in parts):
+            # What it stands for is seen when the write is made: this handle may be stale.
+            self._setitem_index(index, value)
+        else:
+            super().__setitem__(index, value)
+
     def _setitem_index(self, index: Any, value: Any) -> None:
         if isinstance(value, Number):
-            specs = self._handle.specs([self._full(path) for path in self._leaf_paths()])
-            flat = Flat({p: value for p, s in specs.items() if not isinstance(s, ValueSpec)})  # type: ignore[misc]
-        else:
-            if not is_tensor_collection(value):
-                if not isinstance(value, dict):
-                    raise UnsupportedValue(
-                        f"a {type(value).__name__} cannot be written to an element: pass a "
-                        "tensordict, a dict or a number"
-                    )
-                value = TensorDict.from_dict(value, batch_size=[])
-            flat = flatten(value).under(self._prefix)
-            self._check_same_leaves(flat, index)
+            self._apply(lambda: self._writing_number(value, index))
+            return
+        if not is_tensor_collection(value):
+            if not isinstance(value, dict):
+                raise UnsupportedValue(
+                    f"a {type(value).__name__} cannot be written to an element: pass a "
+                    "tensordict, a dict or a number"
+                )
+            value = TensorDict.from_dict(value, batch_size=[])
+        flat = flatten(value).under(self._prefix)
+        self._check_same_leaves(flat, index)
         self._apply(lambda: self._writing_at(flat, _Index(index, self._frame(self._prefix))))
+
+    def _writing_number(self, value: Any, index: Any) -> Operation[Edit]:
+        """Write a number to the tensors of this level; values stay."""
+        specs = yield from self._handle.loading_under(self._prefix)
+        flat = Flat({p: value for p, s in specs.items() if not isinstance(s, ValueSpec)})
+        return (yield from self._writing_at(flat, _Index(index, self._frame(self._prefix))))
 
     def _check_same_leaves(self, flat: Flat, index: Any) -> None:
         expected = {self._full(path) for path in self._leaf_paths()}

@@ -13,7 +13,7 @@ from tdio.errors import ServerTimeout
 from tdio.layout.levels import Level
 from tdio.layout.paths import below, parents
 from tdio.layout.spec import LeafSpec
-from tdio.store.handle import ATTEMPTS, Edit, Handle, Known
+from tdio.store.handle import ATTEMPTS, CLEARED, Edit, Handle, Known
 from tdio.wire import script, uploading
 from tdio.wire.changes import (
     STREAM_BYTES,
@@ -56,11 +56,13 @@ def commit(handle: Handle, make: Callable[[], Operation[Edit]]) -> Operation[Non
         if not handle.cache:
             yield from handle.reload()
         state = handle.state
-        edit = yield from make()
+        edit = yield from handle.doubting(make)
         if handle.state is not state:
-            continue  # another thread read it anew while this one planned
+            continue  # it was read anew while this was planned
         changes = [*edit.changes, *_displaced(handle, edit.changes)]
         if not changes and not edit.levels:
+            if state.tokens == CLEARED:
+                yield from handle.reload()
             return
         outcome = None
         if handle.may_script and not edit.levels and not mine:

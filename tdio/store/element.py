@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from numbers import Number
 from typing import Any
 
@@ -21,7 +22,7 @@ from tdio.layout.spec import LeafSpec, ragged_offsets, shapes_array
 from tdio.layout.values import ValueSpec
 from tdio.store._local import no_server
 from tdio.store._stored import Stored
-from tdio.store.elements import reading_elements
+from tdio.store.elements import indexed_locally, reading_elements
 from tdio.store.flat import Flat
 from tdio.store.handle import Edit, Handle
 from tdio.store.placing import leaf_shape
@@ -45,11 +46,10 @@ class ElementView(Stored):
     """Element ``i`` of a ``LazyStackedTensorDictStore``: reads and writes go to the server."""
 
     def __init__(self, parent: Any, position: int) -> None:
-        self._setup(parent._handle, (), parent._device)
+        self._setup(parent._handle, parent._device)
         self._owner = parent
         self._prefix = parent._prefix
         self._position = position
-        self._batch_size = torch.Size(self._frame(self._prefix).batch)
 
     @classmethod
     def from_dict(cls, *args: Any, **kwargs: Any) -> Any:
@@ -65,10 +65,10 @@ class ElementView(Stored):
 
     def _reading(self, paths: list[str] | None, index: Any, prefix: str) -> Operation[Any]:
         position = np.array([self._position], np.int64)
-        (element,) = yield from reading_elements(
-            self._handle, paths, position, self._device, prefix
-        )
-        return element if isinstance(index, tuple) and not index else element[index]
+        handle, device = self._handle, self._device
+        read = partial(reading_elements, handle, paths, position, device, prefix)
+        (element,) = yield from handle.doubting(read)
+        return indexed_locally(element, normalise(index, len(element.batch_size)))
 
     def _putting(self, flat: Flat, inplace: bool) -> Operation[Edit]:
         if inplace:

@@ -11,11 +11,11 @@ import torch
 
 from tdio._td import LazyStackedTensorDict, TensorDict, build, value_entry
 from tdio.layout.buffers import Slot, pack, views
-from tdio.layout.index import Rows, select
+from tdio.layout.index import Rows, dims_taken, normalise, select
 from tdio.layout.plan import plan_elements
 from tdio.layout.spec import Int64Array, LeafSpec
 from tdio.store.entries import decoded, entries_of
-from tdio.store.handle import Contended, Handle, Plan
+from tdio.store.handle import ATTEMPTS, Contended, Handle, Plan
 from tdio.store.placing import feature, landing, plan_leaves
 from tdio.store.shape import Frame, levels_at
 from tdio.wire.reading import StoreInfo
@@ -107,27 +107,40 @@ def _leaf(
 def reading_ragged(
     handle: Handle,
     paths: Sequence[str] | None,
-    items: tuple[Any, ...],
+    index: Any,
     device: torch.device | None,
     prefix: str,
 ) -> Operation[TensorDict | LazyStackedTensorDict]:
-    """Read what a normalised index selects of a lazy stack whose elements differ in shape.
+    """Read what an index selects of a lazy stack whose elements differ in shape.
 
     Raises:
         IndexOutOfRange: an index outside the batch size.
         EntryNotFound: the server lost an entry.
         CorruptEntry: an entry is shorter than its metadata says.
     """
-    info = handle.info
-    assert info.stack is not None
-    frame = Frame.of(info, prefix)
+    for _ in range(ATTEMPTS):
+        info, frame = handle.info, Frame.of(handle.info, prefix)
+        positions, inner = _elements_at(frame, normalise(index, len(frame.batch)))
+        if not len(positions):
+            empty = yield from _empty_stack(handle, paths, device, prefix)
+            return indexed_locally(empty, inner)
+        elements = yield from reading_elements(handle, paths, positions, device, prefix)
+        # Another handle may have changed the batch size of the level, and with it what an index is.
+        if Frame.of(handle.info, prefix) == frame:
+            return indexed_locally(_stacked(elements, info), inner)
+    raise Contended(f"{handle.location}: the batch size of {prefix!r} changed at every attempt")
+
+
+def _elements_at(frame: Frame, items: tuple[Any, ...]) -> tuple[Int64Array, tuple[Any, ...]]:
+    """Return the elements that an index needs, and what indexes the stack of them."""
+    stack = frame.stack or 0
     select(frame.batch, items)  # raises for a bad index before torch does
-    at, item = _stack_item(items, info.stack)
+    at, item = _stack_item(items, stack)
     if at is None or item == slice(None):
-        positions = np.arange(info.count)
+        positions = np.arange(frame.batch[stack])
         local: Any = slice(None)
     else:
-        rows = select((info.count,), (item,))
+        rows = select((frame.batch[stack],), (item,))
         if isinstance(item, slice):
             # In the slice's own order; what indexes other dims keeps its meaning beside a slice.
             positions, local = rows.positions, slice(None)
@@ -141,12 +154,19 @@ def reading_ragged(
     inner = items if at is None else (*items[:at], local, *items[at + 1 :])
     if all(isinstance(part, slice) and part == slice(None) for part in inner):
         inner = ()
-    if not len(positions):
-        empty = yield from _empty_stack(handle, paths, device, prefix)
-        return empty[inner] if inner else empty
-    elements = yield from reading_elements(handle, paths, positions, device, prefix)
-    stack = _stacked(elements, info)
-    return stack[inner] if inner else stack
+    return positions, inner
+
+
+def indexed_locally(td: Any, items: tuple[Any, ...]) -> Any:
+    """Return ``td[items]``, also where a slice runs backwards, which torch refuses."""
+    dim, rest = 0, []
+    for item in items:
+        if isinstance(item, slice) and (item.step or 1) < 0:
+            span = torch.tensor(range(td.batch_size[dim])[item], dtype=torch.int64)
+            td, item = td[(slice(None),) * dim + (span,)], slice(None)
+        rest.append(item)
+        dim += dims_taken(item)
+    return td[tuple(rest)] if rest else td
 
 
 def _stacked(elements: list[TensorDict], info: StoreInfo) -> LazyStackedTensorDict:
@@ -158,26 +178,33 @@ def _stacked(elements: list[TensorDict], info: StoreInfo) -> LazyStackedTensorDi
 def _empty_stack(
     handle: Handle, paths: Sequence[str] | None, device: torch.device | None, prefix: str
 ) -> Operation[TensorDict]:
-    """Return the stack of no elements, dense: ragged dims become 0."""
+    """Return the stack of no elements, dense: a dim in which elements differ becomes 0."""
     entries = yield from entries_of(handle, paths, prefix)
     frame, stack = entries.frame, handle.info.stack or 0
     batch = (*frame.batch[:stack], 0, *frame.batch[stack + 1 :])
     flat: dict[str, Any] = {}
     for name, spec in zip(entries.names, entries.tensors, strict=True):
-        below = spec.shape[len(frame.batch) :]
-        shape = (*batch, *(0 if spec.ragged else n for n in below))
+        shape = (*batch, *_common(spec, len(frame.batch)))
         flat[name] = torch.empty(shape, dtype=spec.dtype, device=device)
     flat |= {name: value_entry([], 1, batch) for name in entries.value_names}
     return build(flat, batch, device)
+
+
+def _common(spec: LeafSpec, ndim: int) -> list[int]:
+    """Return the dims of a leaf below ``ndim`` batch dims, 0 where elements differ."""
+    below = spec.shape[ndim:]
+    if spec.shapes is None:
+        return list(below)
+    rows = spec.shapes[:, ndim - 1 :]
+    same = (rows == rows[:1]).all(axis=0) if len(rows) else np.ones(0, bool)
+    return [n if d < len(same) and same[d] else 0 for d, n in enumerate(below)]
 
 
 def _stack_item(items: tuple[Any, ...], stack: int) -> tuple[int | None, Any]:
     """Return where in ``items`` the stack dim is indexed on its own, and by what."""
     dim = 0
     for at, item in enumerate(items):
-        if item is None:
-            continue
-        taken = item.ndim if isinstance(item, torch.Tensor) and item.dtype == torch.bool else 1
+        taken = dims_taken(item)
         if dim == stack and taken == 1:
             return at, item
         dim += taken

@@ -17,6 +17,8 @@ from tdio.errors import (
     AccessDenied,
     CorruptEntry,
     EntryNotFound,
+    IndexOutOfRange,
+    InvalidIndex,
     ServerTimeout,
     StoreNotFound,
     UnsupportedValue,
@@ -33,12 +35,14 @@ from tdio.wire.changes import (
     Change,
 )
 from tdio.wire.names import Names
-from tdio.wire.reading import Spec, StoreInfo, token_items
+from tdio.wire.reading import Spec, StoreInfo, Tokens, token_items
 from tdio.wire.requests import Arg, Commands, Fetch, Operation, RangeRead
 
 T = TypeVar("T")
 #: Attempts of a read or write that others come between.
 ATTEMPTS = 100
+#: Tokens that are on no server: what is done after ``clear`` finds that the store is gone.
+CLEARED = Tokens(b"", b"cleared")
 #: Without MULTI, a read that is torn so often is done in smaller parts.
 _TORN = 4
 
@@ -101,6 +105,15 @@ class Known:
         #: What reads of a level, and of one leaf, have worked out from it; not worth pickling.
         self.levels_read: dict[tuple[str, tuple[str, ...] | None], Any] = {}
         self.leaves_read: dict[str, Any] = {}
+
+    def same_as(self, other: Known) -> bool:
+        """Whether nothing that an index or a key depends on has changed."""
+        schemas, infos = (self.tokens.schema, other.tokens.schema), (self.info, other.info)
+        return (
+            schemas[0] == schemas[1]
+            and infos[0].levels == infos[1].levels
+            and (self.paths == other.paths)
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "levels_read": {}, "leaves_read": {}}
@@ -233,7 +246,34 @@ class Handle:
     def specs(self, paths: Iterable[str]) -> dict[str, Spec]:
         """Run ``load``."""
         wanted = list(paths)
-        return self.client.read(lambda: self._loading(wanted))
+        return self.client.read(lambda: self.doubting(lambda: self._loading(wanted)))
+
+    def specs_under(self, prefix: str) -> dict[str, Spec]:
+        """Return the specs of the leaves that a level has, by full path; as ``specs``."""
+        return self.client.read(lambda: self.doubting(lambda: self.loading_under(prefix)))
+
+    def loading_under(self, prefix: str) -> Operation[dict[str, Spec]]:
+        """The operation of ``specs_under``."""
+        if not self.cache:
+            yield from self.reload()
+        return (yield from self.load(self.under(prefix)))
+
+    def doubting(self, make: Callable[[], Operation[T]]) -> Operation[T]:
+        """Run an operation; again where it failed by what this handle knew and others changed.
+
+        An error that follows from what is known is true only of a store that is still so: an index
+        outside a batch size, an entry that is not there.
+        """
+        for _ in range(ATTEMPTS):
+            known = self.state
+            try:
+                return (yield from make())
+            except (IndexOutOfRange, InvalidIndex, EntryNotFound, CorruptEntry):
+                if self.state is known:
+                    yield from self.reload()
+                if self.state.same_as(known):
+                    raise
+        raise Contended(f"{self.location}: its keys or shapes changed at every attempt")
 
     def _loading(self, paths: list[str]) -> Operation[dict[str, Spec]]:
         if not self.cache:
@@ -314,7 +354,7 @@ class Handle:
         """Delete the whole store."""
         where = str(self.location)
         self.client.write(uploading.delete_store(self.names, where, missing_ok=True))
-        self.state = Known(replace(self.info, paths=frozenset()))
+        self.state = Known(replace(self.info, paths=frozenset(), tokens=CLEARED))
 
     def async_client(self) -> AsyncClient:
         """Return the client of the running event loop.

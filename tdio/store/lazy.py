@@ -13,6 +13,7 @@ from tdio._td import (
     _register_tensor_class,
 )
 from tdio.errors import IndexOutOfRange, UnsupportedValue, WrongStoreKind
+from tdio.layout.dtypes import check_plain
 from tdio.layout.index import as_int
 from tdio.store._local import no_server
 from tdio.store._stack import StoredStack
@@ -146,6 +147,9 @@ class LazyStackedTensorDictStore(StoredStack):
         columns = columns_of(elements)
         names = lazy_td.names if any(lazy_td.names) else None
         info = replace(info, levels=columns.levels(info, names))
+        for path, column in columns.tensors.items():
+            for tensor in column:
+                check_plain(tensor, f"the entry {path!r}")
         total = sum(t.nbytes for column in columns.tensors.values() for t in column)
         report, done = progress_bar(total, progress)
         location = locate(prefix=prefix, td_id=td_id, **connection)

@@ -18,7 +18,8 @@ from tdio._td import (
     imported_tensorclass,
     is_tensor_collection,
 )
-from tdio.errors import WrongStoreKind
+from tdio.errors import UnsupportedValue, WrongStoreKind
+from tdio.layout.dtypes import check_plain
 from tdio.layout.index import normalise, select
 from tdio.layout.paths import check_key
 from tdio.store._local import no_server
@@ -158,8 +159,8 @@ class TensorDictStore(Stored):
         Raises:
             StoreExists: ``td_id`` is taken.
             EntryTooLarge: a leaf is above the server's string limit; nothing was sent.
-            UnsupportedValue: a tensor that is not dense, a value that JSON cannot hold, or a key
-                with a ".".
+            UnsupportedValue: not a tensordict, a tensor that is not dense, a value that JSON cannot
+                hold, or a key with a "."; nothing was sent.
         """
         if isinstance(td, LazyStackedTensorDict):
             from tdio.store.lazy import LazyStackedTensorDictStore
@@ -175,6 +176,11 @@ class TensorDictStore(Stored):
                 progress=progress,
                 **connection,
             )
+        if not is_tensor_collection(td):
+            raise UnsupportedValue(
+                f"from_tensordict takes a tensordict, not a {type(td).__name__}; use from_dict, or "
+                "TensorDict(..., batch_size=[...])"
+            )
         kind = type(td) if _is_tensorclass(type(td)) else None
         device = td.device if device is None else torch.device(device)
         info = StoreInfo(
@@ -185,6 +191,8 @@ class TensorDictStore(Stored):
         )
         location = locate(prefix=prefix, td_id=td_id, **connection)
         flat = flatten(td)
+        for path, tensor in flat.tensors.items():
+            check_plain(tensor, f"the entry {path!r}")
         info = replace(info, levels=flat.levels)
         report, done = progress_bar(sum(t.nbytes for t in flat.tensors.values()), progress)
         puts = puts_of(flat, report, allow_pickle=allow_pickle, where=str(location))

@@ -36,6 +36,9 @@ def positions_of(index: Any, frame: Frame, where: str) -> tuple[list[int], bool,
         raise InvalidIndex(
             f"{where}: entries of different shapes are written by an index on dim 0 that selects "
             "whole elements, or by element: store[i] = td"
+            if not frame.stack
+            else f"{where}: entries of different shapes, whose stack dim is {frame.stack}, are "
+            "written whole: store.update(a lazy stack), or store[key] = ..."
         )
     rows = select(frame.batch[:1], (first,))
     return rows.positions.tolist(), not rows.shape, rest

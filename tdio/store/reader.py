@@ -63,17 +63,26 @@ def reading(
     prefix: str = "",
 ) -> Operation[Batch]:
     """The operation of ``read``."""
-    entries = yield from entries_of(handle, paths, prefix)
-    items = normalise(index, len(entries.frame.batch))
-    if not entries.ragged:
-        plan = partial(_planning, handle, paths, device, prefix)
+    return handle.doubting(lambda: _reading(handle, paths, index, device, prefix))
+
+
+def _reading(
+    handle: Handle,
+    paths: Sequence[str] | None,
+    index: Any,
+    device: torch.device | None,
+    prefix: str,
+) -> Operation[Batch]:
+    current = partial(entries_of, handle, paths, prefix)
+    if not (yield from current()).ragged:
         try:
-            out = yield from _fetching(handle, plan, entries.frame.batch, items, entries.frame)
+            plan = partial(_planning, handle, current, device)
+            whole: Batch = yield from _fetching(handle, plan, current, index)
         except _BecameRagged:
             pass
         else:
-            return out
-    return (yield from reading_ragged(handle, paths, items, device, prefix))
+            return whole
+    return (yield from reading_ragged(handle, paths, index, device, prefix))
 
 
 def reading_leaf(
@@ -83,48 +92,57 @@ def reading_leaf(
 
     Returns a tensor or a non-tensor entry.
     """
+    return handle.doubting(lambda: _reading_leaf(handle, path, index, device))
+
+
+def _reading_leaf(
+    handle: Handle, path: str, index: Any, device: torch.device | None
+) -> Operation[Any]:
     prefix, _, name = path.rpartition(".")
-    entry = yield from entry_of(handle, path)
+    current = partial(entry_of, handle, path)
+    entry = yield from current()
     if entry.tensors and not entry.ragged:
-        shape = entry.frame.batch
-        plan = partial(_planning_leaf, handle, path, device)
         try:
-            return (yield from _fetching(handle, plan, shape, normalise(index, len(shape))))
+            plan = partial(_planning_leaf, handle, current, device)
+            return (yield from _fetching(handle, plan, current, index, leaf=True))
         except _BecameRagged:
             pass
     if entry.tensors:
-        out = yield from reading(handle, (path,), (), device, prefix)
+        out = yield from _reading(handle, (path,), (), device, prefix)
         leaf = out._get_str(name, None)
         return leaf if isinstance(index, tuple) and not index else leaf[index]
-    out = yield from reading(handle, (path,), index, device, prefix)
+    out = yield from _reading(handle, (path,), index, device, prefix)
     return out._get_str(name, None)
 
 
 def _fetching(
     handle: Handle,
-    plan: Callable[[tuple[Any, ...]], Operation[Plan]],
-    batch: tuple[int, ...],
-    items: tuple[Any, ...],
-    frame: Frame | None = None,
+    plan: Callable[[Any], Operation[Plan]],
+    current: Callable[[], Operation[Entries]],
+    index: Any,
+    *,
+    leaf: bool = False,
 ) -> Operation[Any]:
     """Fetch what an index selects; a few rows at a time where writers come between too often.
 
-    ``frame`` is the level that is read, None for one leaf.
+    The index is looked at anew with each plan: another handle may have changed the batch size of
+    the level.
     """
     try:
-        return (yield from handle.fetch(lambda: plan(items)))
+        return (yield from handle.fetch(lambda: plan(index)))
     except Contended:
-        items = items or (slice(None),) * bool(batch)
-        rows = select(batch, items)
+        frame = (yield from current()).frame
+        items = normalise(index, len(frame.batch)) or (slice(None),) * bool(frame.batch)
+        rows = select(frame.batch, items)
         if len(rows.positions) < 2 or not rows.depth:
             raise
     parts = []
     for lo in range(0, len(rows.positions), FEW):
-        coordinates = np.unravel_index(rows.positions[lo : lo + FEW], batch[: rows.depth])
+        coordinates = np.unravel_index(rows.positions[lo : lo + FEW], frame.batch[: rows.depth])
         some = tuple(torch.from_numpy(np.ascontiguousarray(one)) for one in coordinates)
         parts.append((yield from handle.fetch(partial(plan, some))))
-    whole: Any = torch.cat(parts, 0).reshape(*rows.shape, *batch[rows.depth :])
-    if frame is None:
+    whole: Any = torch.cat(parts, 0).reshape(*rows.shape, *frame.batch[rows.depth :])
+    if leaf:
         return whole
     for path, level in levels_at(handle.info, frame, rows, items).items():
         if level.names:
@@ -139,12 +157,16 @@ class _BecameRagged(Exception):
 
 
 def _planning_leaf(
-    handle: Handle, path: str, device: torch.device | None, items: tuple[Any, ...]
+    handle: Handle,
+    current: Callable[[], Operation[Entries]],
+    device: torch.device | None,
+    index: Any,
 ) -> Operation[Plan]:
-    entry = yield from entry_of(handle, path)
+    entry = yield from current()
     if not entry.tensors or entry.ragged:
         raise _BecameRagged
-    landing = yield from entry.landing(handle, select(entry.frame.batch, items))
+    batch = entry.frame.batch
+    landing = yield from entry.landing(handle, select(batch, normalise(index, len(batch))))
 
     def finish(blobs: list[bytes | None]) -> torch.Tensor:
         (leaf,) = views(landing.storage(device), landing.slots)
@@ -155,16 +177,17 @@ def _planning_leaf(
 
 def _planning(
     handle: Handle,
-    paths: Sequence[str] | None,
+    current: Callable[[], Operation[Entries]],
     device: torch.device | None,
-    prefix: str,
-    items: tuple[Any, ...],
+    index: Any,
 ) -> Operation[Plan]:
-    """Plan the rows that ``items`` select of entries that are all homogeneous."""
-    entries = yield from entries_of(handle, paths, prefix)
+    """Plan the rows that an index selects of entries that are all homogeneous."""
+    entries = yield from current()
     if entries.ragged:
         raise _BecameRagged
-    info, rows = handle.info, select(entries.frame.batch, items)
+    info, batch = handle.info, entries.frame.batch
+    items = normalise(index, len(batch))
+    rows = select(batch, items)
     landing = yield from entries.landing(handle, rows)
 
     def finish(blobs: list[bytes | None]) -> Batch:
@@ -172,8 +195,8 @@ def _planning(
         placed = dict(zip(entries.names, landing.slots, strict=True))
         values = _values_at(handle, entries, blobs, rows, items)
         levels = levels_at(info, entries.frame, rows, items)
-        batch = entries.batch(rows)
-        return consolidated(storage, placed, batch, device, values=values, levels=levels)
+        size = entries.batch(rows)
+        return consolidated(storage, placed, size, device, values=values, levels=levels)
 
     return Plan(landing.reads, [spec.path for spec in entries.values], finish)
 
