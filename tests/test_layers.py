@@ -8,7 +8,8 @@ import pytest
 ROOT = Path(__file__).parent.parent / "tdio"
 ORDER = ["errors", "layout", "_td", "wire", "transport", "store", "pipe", "data", "server", "cli"]
 ORDER += ["testing"]
-FOREIGN = {"redis": "transport", "hiredis": "transport", "socket": "transport", "ssl": "transport"}
+#: What only the transport may import.
+FOREIGN = {"redis", "hiredis", "socket", "ssl", "ucxx"}
 
 
 def layer(path: Path) -> str:
@@ -45,7 +46,7 @@ def test_only_the_transport_knows_the_network(path):
     if layer(path) in ("transport", "server"):
         return
     roots = {name.split(".")[0] for name in imported(path)}
-    assert not roots & set(FOREIGN), f"{path} imports {roots & set(FOREIGN)}"
+    assert not roots & FOREIGN, f"{path} imports {roots & FOREIGN}"
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))

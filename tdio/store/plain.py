@@ -354,7 +354,14 @@ def _tensorclass(asked: type | str | None, stored: str) -> Any:
 
 
 def open_store(
-    *, td_id: str, prefix: str = "tensordict", device: Any = None, **connection: Any
+    *,
+    td_id: str,
+    prefix: str = "tensordict",
+    device: Any = None,
+    backend: str = "redis",
+    cache_metadata: bool = True,
+    allow_pickle: bool = False,
+    **connection: Any,
 ) -> Any:
     """Open a store of either kind. One round trip; writes nothing.
 
@@ -362,6 +369,9 @@ def open_store(
         td_id: id of the store.
         prefix: namespace of its keys.
         device: device of the tensors that reads return; None takes the stored one.
+        backend: a name of the server's kind, as in the constructor.
+        cache_metadata: keep keys, shapes and offset tables, as in the constructor.
+        allow_pickle: read and write pickled values, as in the constructor.
         **connection: ``host``, ``port``, ``db``, ``unix_socket_path``, ``client`` and arguments
             of ``redis.Redis``.
 
@@ -374,27 +384,26 @@ def open_store(
     """
     from tdio.store.lazy import LazyStackedTensorDictStore
 
-    backend = connection.pop("backend", "redis")
-    cache = connection.pop("cache_metadata", True)
-    pickles = connection.pop("allow_pickle", False)
     location = locate(prefix=prefix, td_id=td_id, **connection)
-    handle = Handle.open(location, cache=cache, allow_pickle=pickles)
+    handle = Handle.open(location, cache=cache_metadata, allow_pickle=allow_pickle)
     kind = LazyStackedTensorDictStore if handle.lazy else TensorDictStore
     return kind._wrap(handle, device, backend)
 
 
-def delete(*, td_id: str, prefix: str = "tensordict", **connection: Any) -> None:
+def delete(
+    *, td_id: str, prefix: str = "tensordict", backend: str = "redis", **connection: Any
+) -> None:
     """Delete a store from the server, also one whose upload was never finished.
 
     Args:
         td_id: id of the store.
         prefix: namespace of its keys.
+        backend: as in the constructor.
         **connection: as in ``TensorDictStore.from_store``.
 
     Raises:
         StoreNotFound: no such store.
     """
-    connection.pop("backend", None)
     delete_store(locate(prefix=prefix, td_id=td_id, **connection))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import uuid
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict, lazy_stack
+from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack
 
 import tdio
 from tdio import LazyStackedTensorDictStore, TensorDictStore, errors
@@ -170,6 +171,40 @@ class StoreReadTests:
     def test_a_whole_store(self, store, stack):
         assert_same(store.to_tensordict(), plain())
         assert_same_elements(stack.to_tensordict(), ragged())
+
+    @pytest.mark.parametrize(
+        "value", ["text", 7, 1.5, True, None, [1, "a"], {"k": [1, None]}], ids=repr
+    )
+    def test_a_value_of_the_whole_batch(self, reopen, value):
+        store = reopen(TensorDict(x=torch.arange(4), v=NonTensorData(value), batch_size=[4]))
+        for got in (store, store.to_tensordict(), store[1:3], store[[3, 0]], store[2]):
+            assert got["v"] == value and type(got["v"]) is type(value)
+
+    def test_a_value_of_each_element(self, reopen):
+        texts = [f"text {i} \N{SNOWMAN}" for i in range(6)]
+        flat = TensorDict(x=torch.arange(6), v=NonTensorStack(*texts), batch_size=[6])
+        elements = lazy_stack([TensorDict(x=torch.ones(i), v=text) for i, text in enumerate(texts)])
+        for store in (reopen(flat), reopen(elements)):
+            assert store.get("v").tolist() == texts
+            assert [store[i]["v"] for i in (0, 5, -2)] == [texts[i] for i in (0, 5, -2)]
+            assert store[[4, 1, 1]].get("v").tolist() == [texts[4], texts[1], texts[1]]
+
+    def test_reads_of_a_coroutine(self, store, stack):
+        async def read():
+            assert_same(await store.aread([5, 0]), plain()[[5, 0]])
+            assert_same(await store.aread(), plain())
+            assert torch.equal(await store.aget("a"), plain()["a"])
+            assert_same_elements(await stack.aread([5, 0]), [ragged()[5], ragged()[0]])
+            both = await asyncio.gather(*(store.aread(i) for i in range(5)))
+            for i, got in enumerate(both):
+                assert_same(got, plain()[i])
+            with pytest.raises(errors.EntryNotFound):
+                await store.aget("nowhere")
+
+        try:
+            asyncio.run(read())
+        except errors.UnsupportedValue as error:
+            pytest.skip(f"this backend is read from plain code only: {error}")
 
     def test_keys_are_listed(self, store, stack):
         assert set(store.keys()) == {"a", "flag", "deep", "empty"}

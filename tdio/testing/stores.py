@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict, lazy_stack
+from tensordict import NonTensorStack, TensorDict, lazy_stack
 
 from tdio import LazyStackedTensorDictStore, TensorDictStore, errors
 from tdio.testing._samples import (
@@ -130,6 +130,17 @@ class StoreTests(StoreReadTests):
         with pytest.raises(errors.EntryMismatch):
             mine[0] = value
         assert_same(mine.to_tensordict(), plain())
+
+    def test_values_are_written_whole_and_by_the_element(self, connection, prefix, again):
+        texts = [f"text {i}" for i in range(6)]
+        local = TensorDict(x=torch.arange(6), v=NonTensorStack(*texts), batch_size=[6])
+        store = TensorDictStore.from_tensordict(local, prefix=prefix, **connection)
+        store[[2, 0]] = local[[0, 2]]
+        store.set_non_tensor("w", {"a": [1, None]})
+        got = again(store)
+        assert got.get("v").tolist() == [texts[i] for i in (2, 1, 0, 3, 4, 5)]
+        assert got["x"].tolist() == [2, 1, 0, 3, 4, 5]
+        assert got["w"] == {"a": [1, None]}
 
     def test_ragged_elements_change_and_resize(self, episodes, again):
         want = list(ragged().tensordicts)
