@@ -786,3 +786,91 @@ def test_ucxx_can_connect_over_ipv6(child):
     _exchange(endpoint)
     endpoint.close()
     listener.close()
+
+
+# ---- a listener that another thread closes
+
+
+def _come_and_go(port):
+    while True:
+        try:
+            ucx.connect("127.0.0.1", port, 0.15).close()
+        except (PipeTimeout, PeerLost, ProtocolError):
+            pass
+
+
+def _close_while_clients_come(port, rounds, result):
+    """In a process of its own: what fails here is a crash, or a wait without end."""
+    found = set()
+
+    def accept(listener):
+        try:
+            while True:
+                listener.accept(5).close()
+        except PipeClosed:
+            found.add("closed")
+        except Exception as error:
+            found.add(repr(error))
+
+    for count in range(rounds):
+        listener = ucx.listen("127.0.0.1", port)
+        threads = [threading.Thread(target=accept, args=(listener,)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        time.sleep(count % 12 * 0.005)
+        listener.close()
+        for thread in threads:
+            thread.join()
+    result.send(found)
+
+
+def test_a_listener_is_closed_by_another_thread_while_clients_come(child):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+    for _ in range(2):
+        child(_come_and_go, port)
+    ours, theirs = mp.Pipe()
+    closing = child(_close_while_clients_come, port, 100, theirs)
+    closing.join(60)
+    assert closing.exitcode == 0, closing.exitcode
+    assert ours.recv() == {"closed"}
+
+
+def test_two_threads_and_two_coroutines_wait_for_one_endpoint(child, listener):
+    child(echo, listener.port)
+    endpoint = listener.accept(20)
+    errors = []
+
+    def sleep():
+        try:
+            endpoint.wait(lambda: False, 0.5)
+        except Exception as error:
+            errors.append(type(error))
+
+    threads = [threading.Thread(target=sleep) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == [PipeTimeout] * 2
+
+    async def both():
+        waits = [endpoint.wait_async(lambda: False, 60) for _ in range(2)]
+        tasks = [asyncio.ensure_future(one) for one in waits]
+        await asyncio.sleep(0.3)
+        endpoint.close()
+        # The descriptor of a new worker may be the one that was just closed.
+        again = ucx.connect("127.0.0.1", other.port, 20)
+        with pytest.raises(PipeTimeout):
+            await again.wait_async(lambda: False, 0.3)
+        again.close()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    other = ucx.listen("127.0.0.1", 0)
+    taken = []
+    taking = threading.Thread(target=lambda: taken.append(other.accept(20)))
+    taking.start()
+    assert [type(one) for one in asyncio.run(both())] == [PipeClosed] * 2
+    taking.join()
+    taken[0].close()
+    other.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Coroutine
 from concurrent.futures import Future
@@ -25,6 +26,37 @@ def refuse_in_loop(call: str, instead: str) -> None:
         raise EventLoopRunning(
             f"{call} blocks, and an event loop is running in this thread; use {instead}"
         )
+
+
+class Limit:
+    """A timeout that several waits share: each gets what the ones before it have left.
+
+    Args:
+        timeout_s: for all of them together, in seconds; None waits for ever.
+    """
+
+    def __init__(self, timeout_s: float | None):
+        self.timeout_s = timeout_s
+        self._until = None if timeout_s is None else time.monotonic() + timeout_s
+
+    @classmethod
+    def of(cls, timeout: float | Limit | None) -> Limit:
+        """Return a limit that begins now, or the one that runs already."""
+        return timeout if isinstance(timeout, Limit) else cls(timeout)
+
+    def left(self) -> float | None:
+        """Return the seconds that are left, at least 0; None without a limit."""
+        return None if self._until is None else max(0.0, self._until - time.monotonic())
+
+    def at_most(self, seconds: float) -> float:
+        """Return what is left, and not more than ``seconds``."""
+        left = self.left()
+        return seconds if left is None else min(seconds, left)
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing is left."""
+        return self.left() == 0
 
 
 class Turn:

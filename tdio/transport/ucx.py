@@ -8,13 +8,15 @@ import errno
 import itertools
 import logging
 import socket
+import threading
 import time
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 from tdio.errors import PeerLost, PipeClosed, PipeTimeout, PortInUse, ProtocolError
 from tdio.transport import ucx_lib as lib
+from tdio.transport.tasks import Limit
 from tdio.transport.ucx_adopted import adopt
 from tdio.transport.ucx_endpoint import UcxEndpoint
 from tdio.transport.ucx_handshake import (
@@ -141,12 +143,17 @@ class Listener:
         # One listener has one address: of a name with several, the IPv4 one.
         family, _, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
         self._family = family
-        self._worker: Worker | None = Worker(family)
-        requests: deque[int] = deque()
-        self._requests = requests
-        # UCX keeps the pointer: the callback lives as long as the listener.
-        self._callback = lib.ConnCallback(lambda request, _: requests.append(request))
+        self._gate = threading.RLock()
+        self._taking = False
         self._listener: Any = None
+        #: The same worker, until ``close`` is called, and until it is destroyed.
+        self._worker: Worker | None = Worker(family)
+        self._owned: Worker | None = self._worker
+        self._requests: OrderedDict[int, None] = OrderedDict()
+        # UCX keeps the pointer: the callback lives as long as the listener. It is no Python: UCX
+        # holds a lock while it calls it, and Python may hand the interpreter to a thread that then
+        # waits for that lock for ever.
+        self._callback = lib.ConnCallback(self._requests.setdefault)
         try:
             self._listener = self._bind(self._worker, lib.pack_address(family, address))
         except BaseException:
@@ -180,23 +187,26 @@ class Listener:
         """Where it listens, for errors."""
         return f"listening on {place(self.host, self.port)}"
 
-    def accept(self, timeout_s: float | None) -> UcxEndpoint:
+    def accept(self, timeout: float | Limit | None) -> UcxEndpoint:
         """Wait for the next peer. One that fails in the handshake is logged and passed over.
 
+        Args:
+            timeout: in seconds, the handshake included; None waits for ever.
+
         Raises:
-            PipeTimeout: none came within ``timeout_s`` seconds; None waits for ever.
+            PipeTimeout: none came within ``timeout``.
             PipeClosed: the listener was closed.
         """
-        return drive(self._accepting(timeout_s))
+        return drive(self._accepting(Limit.of(timeout)))
 
-    async def accept_async(self, timeout_s: float | None) -> UcxEndpoint:
+    async def accept_async(self, timeout: float | Limit | None) -> UcxEndpoint:
         """The same for a coroutine; may be cancelled.
 
         Raises:
-            PipeTimeout: none came within ``timeout_s`` seconds; None waits for ever.
+            PipeTimeout: none came within ``timeout``; None waits for ever.
             PipeClosed: the listener was closed.
         """
-        return await drive_async(self._accepting(timeout_s))
+        return await drive_async(self._accepting(Limit.of(timeout)))
 
     async def arrive_async(self, timeout_s: float | None) -> UcxEndpoint:
         """Wait for the next peer, with which nothing has been exchanged yet: see ``greet_async``.
@@ -205,37 +215,64 @@ class Listener:
             PipeTimeout: none came within ``timeout_s`` seconds; None waits for ever.
             PipeClosed: the listener was closed.
         """
-        return await drive_async(self._arriving(timeout_s))
+        return await drive_async(self._arriving(Limit(timeout_s)))
 
     async def greet_async(self, endpoint: UcxEndpoint) -> UcxEndpoint | None:
         """Do the handshake with a peer; None for one that fails in it, which is logged."""
-        return await drive_async(self._greeting(endpoint))
+        return await drive_async(self._greeting(endpoint, HANDSHAKE_S))
 
-    def _accepting(self, timeout_s: float | None) -> Steps[UcxEndpoint]:
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    def _accepting(self, limit: Limit) -> Steps[UcxEndpoint]:
         while True:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            arrived = yield from self._arriving(left)
-            if (endpoint := (yield from self._greeting(arrived))) is not None:
+            arrived = yield from self._arriving(limit)
+            greeting = self._greeting(arrived, limit.at_most(HANDSHAKE_S))
+            if (endpoint := (yield from greeting)) is not None:
                 return endpoint
+            if limit.over:
+                raise self._nobody(limit)
 
-    def _arriving(self, timeout_s: float | None) -> Steps[UcxEndpoint]:
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    def _arriving(self, limit: Limit) -> Steps[UcxEndpoint]:
         while True:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            yield Wait(left, self, self._called)
-            request = self._requests.popleft()
+            try:
+                yield Wait(limit.left(), self, self._called)
+            except PipeTimeout:
+                raise self._nobody(limit) from None
+            # Takes 7 ms, in which other threads run: made before there is a request to lose.
             worker = Worker(self._family)
-            made = new_endpoint(worker, self.name, True, lib.EP_REQUEST, conn_request=request)
+            made = self._take(worker)
+            if made is None:
+                continue
             if not isinstance(made, int):
                 endpoint: UcxEndpoint = made
                 name_by_addresses(endpoint)
                 return endpoint
             log.warning("%s: a client was gone before it was accepted", self.name)
 
-    def _greeting(self, endpoint: UcxEndpoint) -> Steps[UcxEndpoint | None]:
+    def _nobody(self, limit: Limit) -> PipeTimeout:
+        return PipeTimeout(f"{self.name}: no client came within {limit.timeout_s:g} s")
+
+    def _take(self, worker: Worker) -> Any:
+        """Make an endpoint of the next request, or UCX's error code; None if there is none.
+
+        UCX's listener owns the request until then, so it is not destroyed meanwhile: ``close``
+        waits, or where it interrupts this in the same thread (a signal's handler) leaves it to it.
+        """
+        with self._gate:
+            if self._worker is None or not self._requests:
+                worker.close()
+                self._open()
+                return None
+            self._taking = True
+            try:
+                request, _ = self._requests.popitem(last=False)
+                return new_endpoint(worker, self.name, True, lib.EP_REQUEST, conn_request=request)
+            finally:
+                self._taking = False
+                if self._worker is None:
+                    self._free()
+
+    def _greeting(self, endpoint: UcxEndpoint, limit_s: float) -> Steps[UcxEndpoint | None]:
         try:
-            return (yield from handshake(endpoint, HANDSHAKE_S))
+            return (yield from handshake(endpoint, limit_s))
         except (PeerLost, PipeTimeout, ProtocolError) as error:
             log.warning("%s: a client was refused: %s", self.name, error)
             return None
@@ -258,13 +295,19 @@ class Listener:
 
     def close(self) -> None:
         """Free the port and refuse the clients that wait; accepted connections go on."""
-        worker, self._worker = self._worker, None
+        with self._gate:
+            self._worker = None
+            if not self._taking:
+                self._free()
+
+    def _free(self) -> None:
+        worker, self._owned = self._owned, None
         if worker is None or not worker.usable:
             return
         if self._listener is not None:
             worker.settle()
             while self._requests:
-                worker.api.listener_reject(self._listener, self._requests.popleft())
+                worker.api.listener_reject(self._listener, self._requests.popitem(last=False)[0])
             worker.api.listener_destroy(self._listener)
         worker.close()
 

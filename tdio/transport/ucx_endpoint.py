@@ -28,7 +28,7 @@ def _param(memory_type: int, info: lib.TagInfo | None = None) -> Any:
 
 
 class _Inbox:
-    """Where UCX writes what it found on one channel, for the one call at a time that receives there.
+    """Where UCX writes what it found on one channel, for the one call at a time that receives.
 
     Two channels have two: threads that use one each run between a call of UCX and the look at what
     it wrote.

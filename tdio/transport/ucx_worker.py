@@ -166,8 +166,8 @@ class Worker:
         self._worker.init_blocking_progress_mode()
         self.handle: int = self._worker.handle
         self._fd: int = self._worker.epoll_file_descriptor
-        self._poll = select.poll()
-        self._poll.register(self._fd, select.POLLIN)
+        #: The sleeping coroutines of each loop: a loop has one reader for a descriptor.
+        self._asleep: dict[asyncio.AbstractEventLoop, set[asyncio.Event]] = {}
         self._progress = api.worker_progress
         self._yielded = 0.0
         #: Whether this process made it and has not destroyed it.
@@ -232,8 +232,14 @@ class Worker:
                 # UCX holds what the peer has no room for: no event tells when it has.
                 time.sleep(SLICES_S[0])
             elif not ready():
-                self._poll.poll(seconds * 1000)
+                self._sleep(seconds)
                 nap.woke()
+
+    def _sleep(self, limit_s: float) -> None:
+        # One for each sleep: threads that sleep at the same time cannot share one.
+        poll = select.poll()
+        poll.register(self._fd, select.POLLIN)
+        poll.poll(limit_s * 1000)
 
     async def wait_async(
         self,
@@ -252,20 +258,21 @@ class Worker:
         progress, handle, clock = self._progress, self.handle, time.monotonic
         nap = _Nap(timeout_s, what, nbytes)
         while True:
+            if clock() - self._yielded > YIELD_S:
+                await self._yield()
             if not self.usable:
                 # Closed by another task or thread meanwhile: the handle is no more. Between this
                 # test and the call below no other thread runs.
                 raise PipeClosed(f"{what}: closed while it was waited for")
             moved = progress(handle)
             if ready():
-                if clock() - self._yielded > YIELD_S:
-                    await self._yield()
+                # At once: a cancellation must not meet what is complete.
                 return
             if not moved:
                 idle()
             if nap.polls(moved):
                 # Others on this loop may be what the peer waits for.
-                if not moved or clock() - self._yielded > YIELD_S:
+                if not moved:
                     await self._yield()
                 continue
             seconds = nap.seconds()
@@ -285,15 +292,31 @@ class Worker:
         await asyncio.sleep(0)
 
     async def _event(self, limit_s: float) -> None:
-        loop = asyncio.get_running_loop()
-        event = asyncio.Event()
+        loop, event = asyncio.get_running_loop(), asyncio.Event()
+        asleep = self._asleep.setdefault(loop, set())
+        if not asleep:
+            loop.add_reader(self._fd, _wake, asleep)
+        asleep.add(event)
         timer = loop.call_later(limit_s, event.set)
-        loop.add_reader(self._fd, event.set)
         try:
             await event.wait()
         finally:
             timer.cancel()
-            loop.remove_reader(self._fd)
+            asleep.discard(event)
+            # After ``close`` the descriptor may be another worker's.
+            if not asleep and self._asleep.get(loop) is asleep:
+                del self._asleep[loop]
+                loop.remove_reader(self._fd)
+
+    def _wake_all(self) -> None:
+        """Let the sleeping coroutines see that this is closed, while the descriptor is open."""
+        while self._asleep:
+            loop, asleep = self._asleep.popitem()
+            if loop is asyncio._get_running_loop():
+                loop.remove_reader(self._fd)
+                _wake(asleep)
+            elif not loop.is_closed():
+                loop.call_soon_threadsafe(_wake, asleep)
 
     def run(self, request: int | None, limit_s: float) -> bool:
         """Drive UCX until a request is done, at most ``limit_s``; frees it. Whether it was."""
@@ -311,6 +334,7 @@ class Worker:
         """Destroy the worker: UCX touches no buffer any more. Its endpoints are closed before."""
         if self.usable:
             self.usable = False
+            self._wake_all()
             self._worker = None
 
     def disown(self) -> None:
@@ -319,6 +343,11 @@ class Worker:
             self.usable = False
             # Never freed: not when it is collected, nor when the interpreter ends.
             c.pythonapi.Py_IncRef(c.py_object(self._worker))
+
+
+def _wake(asleep: set[asyncio.Event]) -> None:
+    for event in list(asleep):
+        event.set()
 
 
 def timed_out(what: str, timeout_s: float) -> PipeTimeout:
