@@ -4,10 +4,12 @@ import pickle
 import subprocess
 import sys
 from functools import partial
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 
 import pytest
 import torch
-from tensordict import LazyStackedTensorDict, TensorDict, lazy_stack, tensorclass
+from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, lazy_stack, tensorclass
 from torch.utils.data import DataLoader, Dataset
 
 from tdio import (
@@ -195,42 +197,124 @@ def test_batches_cross_processes_as_one_storage(collate):
 
 
 LOAD = """
-import gc, os, resource, torch
+import gc, os, resource, sys, torch
+sys.path[:0] = {path!r}
 from torch.utils.data import DataLoader
+from tests import test_collate
 from tdio import StoreDataset
 limit = {limit}
 resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
-dataset = StoreDataset(td_id={td_id!r}, **{conn!r})
-loader = DataLoader(dataset, batch_size={batch}, num_workers=4, timeout=60)
+dataset = StoreDataset(td_id={td_id!r}, **{conn!r}) if {td_id!r} else test_collate.Samples({kind!r})
+collate = None if {td_id!r} else test_collate.collate_lazy
+loader = DataLoader(
+    dataset, batch_size={batch}, num_workers=4, timeout=60, collate_fn=collate
+)
 before = len(os.listdir("/proc/self/fd"))
 kept = []
 for batch in loader:
     kept.append(batch)
-rows = torch.cat([batch["l7"].reshape(len(batch), -1)[:, 0] for batch in kept]) if {dense} else None
-assert rows is None or torch.equal(rows, torch.arange(float(len(dataset)))), rows
+for number, batch in enumerate(kept):
+    test_collate.check_samples({kind!r}, batch, number * {batch})
 gc.collect()
 print(len(kept), len(os.listdir("/proc/self/fd")) - before)
 """
+ROWS = 200
 
 
-@pytest.mark.parametrize("kind", ["plain", "ragged"])
-def test_a_kept_batch_costs_one_descriptor(conn, kind):
-    rows, batch = 400, 8
+def text(i):
+    return f"word {i}" * (i % 3)
+
+
+def sample(kind, i):
+    """Return a sample with 60 leaves of lengths of their own, and what else ``kind`` says."""
+    leaves = {f"l{k}": torch.full(((i + k) % 4 + 1,), float(i)) for k in range(60)}
     if kind == "plain":
-        data = TensorDict(
-            {f"l{i}": torch.arange(float(rows)) for i in range(60)}, batch_size=[rows]
-        )
-    else:
-        data = lazy_stack(
-            [TensorDict({f"l{i}": torch.zeros(n % 4 + 1) for i in range(60)}) for n in range(rows)]
-        )
-    store = TensorDictStore.from_tensordict(data, **conn)
-    code = LOAD.format(limit=256, td_id=store.td_id, conn=conn, batch=batch, dense=kind == "plain")
+        return TensorDict({f"l{k}": torch.tensor(float(i)) for k in range(60)})
+    if kind in ("text", "ragged text"):
+        return TensorDict({**leaves, "word": text(i)})
+    if kind == "nested":
+        nested = TensorDict(y=torch.full((3, 2), i), batch_size=[3], names=["time"])
+        return TensorDict({**leaves, "n": nested})
+    if kind == "tensorclass":
+        return TensorDict({**leaves, "step": Step(a=torch.full((i % 3,), i), word=text(i))})
+    if kind == "float8":
+        return TensorDict({key: leaf.to(torch.float8_e4m3fn) for key, leaf in leaves.items()})
+    return TensorDict(leaves)
+
+
+class Samples(Dataset):
+    def __init__(self, kind):
+        self.kind = kind
+
+    def __len__(self):
+        return ROWS
+
+    def __getitem__(self, i):
+        return sample(self.kind, i)
+
+
+def check_samples(kind, batch, start):
+    for i, got in enumerate(batch.unbind(0), start):
+        want = sample(kind, i)
+        assert set(got.keys(True)) == set(want.keys(True))
+        assert got.batch_size == want.batch_size
+        for key, leaf in want.items(True, True):
+            assert got[key].dtype == leaf.dtype
+            assert torch.equal(got[key].float(), leaf.float())
+        if "text" in kind:
+            assert got["word"] == text(i)
+        if kind == "nested":
+            assert got["n"].batch_size == (3,) and got["n"].names == ["time"]
+        if kind == "tensorclass":
+            assert type(got["step"]) is Step and got["step"].word == text(i)
+
+
+@pytest.mark.parametrize(
+    "kind", ["plain", "ragged", "text", "ragged text", "nested", "tensorclass", "float8"]
+)
+def test_a_kept_batch_costs_one_descriptor(conn, kind):
+    batch, td_id = 8, None
+    if kind in ("plain", "ragged", "ragged text"):
+        stack = torch.stack if kind == "plain" else lazy_stack
+        data = stack([sample(kind, i) for i in range(ROWS)])
+        store = TensorDictStore.from_tensordict(data, **conn)
+        td_id = store.td_id
+    code = LOAD.format(
+        limit=256, td_id=td_id, conn=conn, batch=batch, kind=kind, path=[str(Path.cwd())]
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
-    store.clear_redis()
+    if td_id:
+        store.clear_redis()
     assert done.returncode == 0, done.stderr[-3000:]
     kept, more = map(int, done.stdout.split())
-    assert kept == 50 and more <= kept + 20
+    assert kept == 25 and more <= kept + 20
+
+
+def test_a_lazy_batch_keeps_what_is_no_plain_tensor():
+    def element(i):
+        return TensorDict(
+            conjugate=torch.full((2,), 1j).conj(),
+            wide=torch.full((i,), 1j, dtype=torch.complex128),
+            inner=lazy_stack([TensorDict(q=torch.zeros(k)) for k in range(2)]),
+            grad=torch.ones(2, requires_grad=True),
+            jagged=torch.nested.nested_tensor(
+                [torch.ones(2), torch.ones(1 + i)], layout=torch.jagged
+            ),
+            empty=TensorDict(),
+        )
+
+    stack = LazyStackedTensorDict(*map(element, (0, 1)), stack_dim=0, stack_dim_name="time")
+    stack.lock_()
+    again = pickle.loads(ForkingPickler.dumps(stack))
+    assert again.names == ["time"] and again.is_locked
+    for got, want in zip(again.tensordicts, stack.tensordicts, strict=True):
+        assert torch.equal(got["conjugate"], want["conjugate"])
+        assert torch.equal(got["wide"], want["wide"]) and got["grad"].requires_grad
+        assert [td["q"].shape for td in got["inner"].tensordicts] == [(0,), (1,)]
+        assert torch.equal(got["jagged"].offsets(), want["jagged"].offsets())
+        assert "empty" in got.keys()
+        places = {got[key].untyped_storage().data_ptr() for key in ("conjugate", "wide")}
+        assert len(places) == 1
 
 
 # ---- pinning
@@ -260,6 +344,13 @@ def test_pinning_pins_one_storage(pins):
     ragged = lazy_stack([episode(n) for n in LENGTHS]).pin_memory()
     assert len(pins) == 2 and len(all_storages(ragged)) == 1
     assert [e["x"].shape[0] for e in ragged.unbind(0)] == LENGTHS
+    mixed = lazy_stack([sample("tensorclass", i) for i in range(4)])
+    mixed = mixed.set("value", lazy_stack([TensorDict(v=NonTensorData(print))] * 4))
+    del pins[:]
+    moved = mixed.pin_memory()
+    assert len(pins) == 1 and len(all_storages(moved)) == 1
+    check_samples("tensorclass", moved.exclude("value"), 0)
+    assert moved[0]["value", "v"] is print
     assert len(storages(TensorDict(a=torch.zeros(1), b=torch.zeros(1)).pin_memory())) == 2
 
 

@@ -6,23 +6,28 @@ Three hooks are installed on import, each where torch or tensordict looks such t
   pins leaf by leaf and returns a batch that is no longer consolidated; a ``DataLoader`` with
   ``pin_memory=True`` calls this method and nothing else, so there is no other place for it.
 - ``LazyStackedTensorDict.pin_memory`` does the same for a ragged batch.
-- ``ForkingPickler`` sends a ragged batch as one storage and its shapes. tensordict sends each
-  leaf of each element: 1,024 descriptors for 256 elements of 4 leaves, and 0.8 s.
+- ``ForkingPickler`` sends a ragged batch as one storage and what else it holds: shapes, batch
+  sizes, names, classes, entries that are no tensors. tensordict sends each leaf of each element:
+  1,024 descriptors for 256 elements of 4 leaves, and 0.8 s.
 """
 
 from __future__ import annotations
 
 import copyreg
+import io
+import math
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_tensorclass
 
-from tdio._td import build, consolidated
-from tdio.layout.buffers import allocate, pack
+from tdio._td import consolidated
+from tdio.layout.buffers import Slot, allocate, pack
 from tdio.layout.paths import SEPARATOR
 
 
@@ -109,92 +114,151 @@ def stack_leaves(
 # ---- ragged batches
 
 
+def gather(leaves: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[Run]]:
+    """Copy leaves into one storage, those of a dtype one after the other.
+
+    Args:
+        leaves: plain CPU tensors of any shapes and dtypes.
+
+    Returns:
+        The storage, uint8 ``[nbytes]``, and where in it the leaves of each dtype are.
+    """
+    groups: dict[torch.dtype, list[int]] = {}
+    for number, leaf in enumerate(leaves):
+        groups.setdefault(leaf.dtype, []).append(number)
+    slots, nbytes = pack(
+        [(dtype, (sum(leaves[n].numel() for n in group),)) for dtype, group in groups.items()]
+    )
+    storage = allocate(nbytes)
+    runs = []
+    for slot, group in zip(slots, groups.values(), strict=True):
+        torch.cat([leaves[n].reshape(-1) for n in group], out=slot.view(storage))
+        runs.append(Run(slot, group, [tuple(leaves[n].shape) for n in group]))
+    return storage, runs
+
+
 @dataclass(frozen=True)
-class Packed:
-    """A lazy stack of plain elements as one storage and what is needed to take views of it.
+class Run:
+    """Leaves of one dtype in a storage.
 
     Attributes:
-        storage: uint8 ``[nbytes]``: for each leaf the elements one after the other.
-        leaves: path, dtype, byte offset of the first element, and the shapes of all elements;
-            one shape where they are the same.
-        count: number of elements.
-        inner: batch size of an element.
-        stack_dim: position of the stack dim.
-        device: device of the elements, or None.
+        slot: where they are, one after the other.
+        numbers: which leaves they are.
+        shapes: the shape of each.
     """
 
-    storage: torch.Tensor
-    leaves: list[tuple[str, torch.dtype, int, list[tuple[int, ...]]]]
-    count: int
-    inner: tuple[int, ...]
-    stack_dim: int
-    device: torch.device | None
-
-    def unpack(self) -> LazyStackedTensorDict:
-        """Return the lazy stack of views of ``storage``."""
-        columns: dict[str, Sequence[torch.Tensor]] = {}
-        for path, dtype, start, shapes in self.leaves:
-            shapes = shapes * self.count if len(shapes) == 1 else shapes
-            counts = [torch.Size(shape).numel() for shape in shapes]
-            stop = start + sum(counts) * dtype.itemsize
-            parts = torch.split(self.storage[start:stop].view(dtype), counts)
-            columns[path] = [p.view(s) for p, s in zip(parts, shapes, strict=True)]
-        elements = [
-            build({path: column[i] for path, column in columns.items()}, self.inner, self.device)
-            for i in range(self.count)
-        ]
-        return LazyStackedTensorDict(*elements, stack_dim=self.stack_dim)
+    slot: Slot
+    numbers: list[int]
+    shapes: list[tuple[int, ...]]
 
 
-def pack_stack(stack: LazyStackedTensorDict) -> Packed | None:
-    """Copy the leaves of a lazy stack into one storage; None where it holds more than tensors."""
-    elements = stack.tensordicts
-    flats = [flat_leaves(element) for element in elements]
-    first = flats[0] if flats else None
-    inner, device = elements[0].batch_size, elements[0].device
-    columns: dict[str, list[torch.Tensor]] = {path: [] for path in first or ()}
-    for flat, element in zip(flats, elements, strict=True):
-        if first is None or flat is None or flat.keys() != first.keys():
+def scatter(storage: torch.Tensor, runs: Sequence[Run]) -> dict[int, torch.Tensor]:
+    """Return the leaves by number, as views of the storage that ``gather`` made."""
+    out: dict[int, torch.Tensor] = {}
+    for run in runs:
+        counts = [math.prod(shape) for shape in run.shapes]
+        parts = torch.split(run.slot.view(storage), counts)
+        for number, part, shape in zip(run.numbers, parts, run.shapes, strict=True):
+            out[number] = part.view(shape)
+    return out
+
+
+class _Skeleton(ForkingPickler):
+    """Pickles everything of a batch but its tensors, which are left in ``found``."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.found: list[torch.Tensor] = []
+        self._numbers: dict[int, int] = {}
+        # Without the state of consolidation, whose storage is another tensor; and no stack within
+        # the stack is packed by itself.
+        self.dispatch_table = {
+            **self.dispatch_table,
+            TensorDict: _reduce_bare,
+            LazyStackedTensorDict: _reduce_bare,
+        }
+
+    def persistent_id(self, value: Any) -> int | None:
+        if not isinstance(value, torch.Tensor):
             return None
-        if element.batch_size != inner or element.device != device:
-            return None
-        for path, column in columns.items():
-            column.append(flat[path])
-    if any(leaf.dtype != column[0].dtype for column in columns.values() for leaf in column):
-        return None
-    slots, nbytes = pack([(c[0].dtype, (sum(t.numel() for t in c),)) for c in columns.values()])
-    storage = allocate(nbytes)
-    leaves = []
-    for (path, column), slot in zip(columns.items(), slots, strict=True):
-        torch.cat([leaf.reshape(-1) for leaf in column], out=slot.view(storage))
-        shapes = [tuple(leaf.shape) for leaf in column]
-        same = all(shape == shapes[0] for shape in shapes)
-        leaves.append((path, slot.dtype, slot.start, shapes[:1] if same else shapes))
-    return Packed(storage, leaves, len(elements), tuple(inner), stack.stack_dim, device)
+        number = self._numbers.setdefault(id(value), len(self.found))
+        if number == len(self.found):
+            self.found.append(value)
+        return number
 
 
-def _unpack(packed: Packed) -> LazyStackedTensorDict:
-    return packed.unpack()
+class _Filled(pickle.Unpickler):
+    """Unpickles a skeleton, with tensors by number in their places."""
+
+    def __init__(self, skeleton: bytes, tensors: dict[int, torch.Tensor]) -> None:
+        super().__init__(io.BytesIO(skeleton))
+        self._tensors = tensors
+
+    def persistent_load(self, number: int) -> torch.Tensor:
+        return self._tensors[number]
+
+
+def _reduce_bare(td: Any) -> Any:
+    state = td.__getstate__()
+    state.pop("_consolidated", None)
+    return _remade, (type(td), state)
+
+
+def _remade(kind: Any, state: dict[str, Any]) -> Any:
+    td = kind.__new__(kind)
+    td.__setstate__(state)
+    return td
+
+
+def _unpack(
+    skeleton: bytes, storage: torch.Tensor, runs: list[Run], others: dict[int, torch.Tensor]
+) -> Any:
+    return _Filled(skeleton, {**scatter(storage, runs), **others}).load()
 
 
 def _reduce_stack(stack: LazyStackedTensorDict) -> Any:
-    packed = pack_stack(stack)
-    if packed is None:
-        return copyreg.dispatch_table[LazyStackedTensorDict](stack)
-    return _unpack, (packed,)
+    """Send all that is no plain tensor as it is, and the plain tensors as one storage."""
+    file = io.BytesIO()
+    skeleton = _Skeleton(file)
+    skeleton.dump(stack)
+    found = dict(enumerate(skeleton.found))
+    plain = {n: leaf for n, leaf in found.items() if type(leaf) is torch.Tensor and _plain(leaf)}
+    storage, runs = _numbered(plain)
+    others = {n: leaf for n, leaf in found.items() if n not in plain}
+    return _unpack, (file.getvalue(), storage, runs, others)
+
+
+def _numbered(leaves: dict[int, torch.Tensor]) -> tuple[torch.Tensor, list[Run]]:
+    numbers = list(leaves)
+    storage, runs = gather(list(leaves.values()))
+    return storage, [replace(run, numbers=[numbers[n] for n in run.numbers]) for run in runs]
 
 
 # ---- pinning
 
 
+def _pinned_stack(stack: LazyStackedTensorDict) -> Any:
+    leaves: list[torch.Tensor] = []
+    stack.apply(leaves.append, filter_empty=True)
+    plain = {n: x for n, x in enumerate(leaves) if type(x) is torch.Tensor and _plain(x)}
+    storage, runs = _numbered(plain)
+    pinned = scatter(storage.pin_memory(), runs)
+    numbers = count()
+
+    def place(leaf: torch.Tensor) -> torch.Tensor:
+        number = next(numbers)
+        return pinned[number] if number in pinned else leaf.pin_memory()
+
+    return stack.apply(place, filter_empty=False)
+
+
 def _pinning(original: Callable[..., Any]) -> Callable[..., Any]:
     def pin_memory(self: Any, num_threads: int | None = None, inplace: bool = False) -> Any:
         """Return the batch in page-locked memory; one that has one storage keeps it."""
-        packed = pack_stack(self) if isinstance(self, LazyStackedTensorDict) else None
         if inplace:
             return original(self, num_threads, inplace)
-        if packed is not None:
-            return replace(packed, storage=packed.storage.pin_memory()).unpack()
+        if type(self) is LazyStackedTensorDict:
+            return _pinned_stack(self)
         if type(self) is TensorDict and is_rebuildable(self):
             return _rebuilt(self, torch.Tensor.pin_memory)
         return original(self, num_threads, inplace)
