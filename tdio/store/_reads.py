@@ -113,12 +113,8 @@ class StoredReads(StoredKeys):
         return self._read([path], (), prefix).get(name, **kwargs)[index]
 
     def _reading_leaf(self, path: str, index: Any) -> Operation[Any]:
-        """The operation of ``_read_entry``; a class that can read it more directly does."""
-        prefix, _, name = path.rpartition(".")
-        out = yield from self._reading([path], (), prefix)
-        leaf = out._get_str(name, NO_DEFAULT)
-        # The index is that of the leaf: it may reach below the batch dims.
-        return leaf if isinstance(index, tuple) and not index else leaf[index]
+        """The operation of ``_read_entry``."""
+        raise NotImplementedError
 
     def _nested(self, path: str) -> Any:
         """Return a view of a nested level: it reads and writes on the server."""

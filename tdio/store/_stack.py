@@ -14,7 +14,7 @@ from tdio._td import (
     is_tensor_collection,
 )
 from tdio.errors import EntryMismatch, IndexOutOfRange, UnsupportedValue
-from tdio.layout.index import as_int, normalise, select
+from tdio.layout.index import as_int
 from tdio.layout.levels import Level
 from tdio.layout.spec import LeafSpec
 from tdio.store._local import for_stacks, plain, plain_all
@@ -23,19 +23,13 @@ from tdio.store.element import element_spec, writing_element
 from tdio.store.flat import Flat
 from tdio.store.handle import Edit
 from tdio.store.ragged import elements_of, flats_of, positions_of, writing_elements
-from tdio.store.reader import reading, reading_leaf
 from tdio.store.shape import Frame
 from tdio.store.stacking import Column, columns_of, only
 from tdio.store.uploading import put_value, upload_elements, upload_tensor
 from tdio.store.writer import (
     check_batch,
-    first_dim_rows,
-    indexed,
     into_entry,
     one_value,
-    per_row,
-    rows_changes,
-    value_patch,
 )
 from tdio.wire.changes import PutTensor
 from tdio.wire.requests import Operation
@@ -171,12 +165,6 @@ class StoredStack(Stored):
             check(flat, index)
         self._apply(lambda: writing_elements(self._handle, positions, flats, rest, frame))
 
-    def _reading(self, paths: list[str] | None, index: Any, prefix: str) -> Operation[Any]:
-        return reading(self._handle, paths, index, self._device, prefix)
-
-    def _reading_leaf(self, path: str, index: Any) -> Operation[Any]:
-        return reading_leaf(self._handle, path, index, self._device)
-
     def _stored_level(self, level: Level) -> Level:
         """Take the stack dim out: nested levels are stored as those of one element."""
         at = self.stack_dim
@@ -237,7 +225,7 @@ class StoredStack(Stored):
             super()._check_same_leaves(flat, index)
 
     def _writing_at(self, flat: Flat, index: Any) -> Operation[Edit]:
-        handle, frame, where = self._handle, index.frame, str(self._handle.location)
+        handle, where = self._handle, str(self._handle.location)
         if type(index.index) is int and self.stack_dim == 0:
             position = self._position(index.index)
             return (yield from writing_element(handle, position, flat))
@@ -247,14 +235,7 @@ class StoredStack(Stored):
                 f"{where}: entries of different shapes are written by their elements: "
                 "store[index] = a lazy stack"
             )
-        batch = indexed(handle.info, specs, index)
-        rows = select(batch, normalise(index.index, len(batch)))
-        changes = rows_changes(specs, flat.tensors, rows, batch, frame.stack, where)
-        for path, value in flat.values.items():
-            at = first_dim_rows(path, rows, frame, where)
-            each = per_row(value, len(rows.shape) if rows.depth else 1, len(at), path, where)
-            changes.append(value_patch(path, each, at, frame.batch[0], handle.allow_pickle, where))
-        return Edit(changes)
+        return (yield from super()._writing_at(flat, index))
 
 
 def _flat_arguments(args: Any) -> list[Any]:

@@ -9,6 +9,11 @@ import torch
 from tdio.layout.values import ValueSpec
 from tdio.store._local import for_stored
 from tdio.store._writes import StoredWrites
+from tdio.store.flat import Flat
+from tdio.store.handle import Edit
+from tdio.store.reader import reading, reading_leaf
+from tdio.store.writer import writing_rows
+from tdio.wire.requests import Operation
 
 
 @for_stored
@@ -18,6 +23,15 @@ class Stored(StoredWrites):
     Reads return fresh copies (``_reads_return_copies``), so in-place methods of the base class
     read, change and write back instead of changing a copy that nobody keeps.
     """
+
+    def _reading(self, paths: list[str] | None, index: Any, prefix: str) -> Operation[Any]:
+        return reading(self._handle, paths, index, self._device, prefix)
+
+    def _reading_leaf(self, path: str, index: Any) -> Operation[Any]:
+        return reading_leaf(self._handle, path, index, self._device)
+
+    def _writing_at(self, flat: Flat, index: Any) -> Operation[Edit]:
+        return writing_rows(self._handle, flat, index)
 
     def consolidate(self, *args: Any, **kwargs: Any) -> Any:
         """Return a consolidated local copy, also in a file: ``TensorDict.consolidate``."""

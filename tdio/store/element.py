@@ -70,6 +70,13 @@ class ElementView(Stored):
         (element,) = yield from handle.doubting(read)
         return indexed_locally(element, normalise(index, len(element.batch_size)))
 
+    def _reading_leaf(self, path: str, index: Any) -> Operation[Any]:
+        prefix, _, name = path.rpartition(".")
+        out = yield from self._reading([path], (), prefix)
+        leaf = out._get_str(name, None)
+        # The index is that of the leaf: it may reach below the batch dims.
+        return leaf if isinstance(index, tuple) and not index else leaf[index]
+
     def _putting(self, flat: Flat, inplace: bool) -> Operation[Edit]:
         if inplace:
             specs = yield from self._handle.load(flat.tensors)

@@ -20,7 +20,6 @@ from tdio._td import (
 )
 from tdio.errors import UnsupportedValue, WrongStoreKind
 from tdio.layout.dtypes import check_plain
-from tdio.layout.index import normalise, select
 from tdio.layout.paths import check_key
 from tdio.store._local import no_server
 from tdio.store._stored import Stored
@@ -28,16 +27,10 @@ from tdio.store.connecting import locate
 from tdio.store.creating import create, delete_store
 from tdio.store.flat import Flat, flatten
 from tdio.store.handle import Edit, Handle
-from tdio.store.reader import reading, reading_leaf
 from tdio.store.uploading import progress_bar, puts_of, upload_zeros
 from tdio.store.writer import (
     check_batch,
-    first_dim_rows,
-    indexed,
     into_entry,
-    per_row,
-    rows_changes,
-    value_patch,
 )
 from tdio.wire.reading import StoreInfo
 from tdio.wire.requests import Operation
@@ -314,12 +307,6 @@ class TensorDictStore(Stored):
 
     # ---- hooks
 
-    def _reading(self, paths: list[str] | None, index: Any, prefix: str) -> Operation[Any]:
-        return reading(self._handle, paths, index, self._device, prefix)
-
-    def _reading_leaf(self, path: str, index: Any) -> Operation[Any]:
-        return reading_leaf(self._handle, path, index, self._device)
-
     def _putting(self, flat: Flat, inplace: bool) -> Operation[Edit]:
         handle = self._handle
         tensors = flat.tensors
@@ -331,18 +318,6 @@ class TensorDictStore(Stored):
         whole = Flat(tensors, flat.values, flat.levels)
         options: Any = {"allow_pickle": handle.allow_pickle, "where": str(handle.location)}
         return Edit(puts_of(whole, **options), flat.levels)
-
-    def _writing_at(self, flat: Flat, index: Any) -> Operation[Edit]:
-        handle, frame, where = self._handle, index.frame, str(self._handle.location)
-        specs = yield from handle.load(flat.paths)
-        batch = indexed(handle.info, specs, index)
-        rows = select(batch, normalise(index.index, len(batch)))
-        changes = rows_changes(specs, flat.tensors, rows, batch, None, where)
-        for path, value in flat.values.items():
-            at = first_dim_rows(path, rows, frame, where)
-            each = per_row(value, len(rows.shape) if rows.depth else 1, len(at), path, where)
-            changes.append(value_patch(path, each, at, frame.batch[0], handle.allow_pickle, where))
-        return Edit(changes)
 
 
 def _tensorclass(asked: type | str | None, stored: str) -> Any:

@@ -11,14 +11,17 @@ import torch
 
 from tdio.errors import EntryMismatch, UnsupportedValue
 from tdio.layout.dtypes import as_bytes
-from tdio.layout.index import Rows
+from tdio.layout.index import Rows, normalise, select
 from tdio.layout.spec import Int64Array, LeafSpec
 from tdio.layout.values import PICKLE, ValueSpec, decode_value
+from tdio.store.flat import Flat
+from tdio.store.handle import Edit, Handle
 from tdio.store.placing import feature, leaf_shape, plan_leaves
 from tdio.store.shape import Frame
 from tdio.store.uploading import put_value
 from tdio.wire.changes import Patch, PutRows, PutValue
-from tdio.wire.reading import Spec, StoreInfo
+from tdio.wire.reading import Spec
+from tdio.wire.requests import Operation
 
 
 def check_leaves(expected: set[str], given: set[str], where: str) -> None:
@@ -208,10 +211,21 @@ def number_as(value: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.T
         raise EntryMismatch(f"{value!r} cannot be written into {dtype}: {error}") from error
 
 
-def indexed(info: StoreInfo, specs: Mapping[str, Spec], index: Any) -> tuple[int, ...]:
-    """Return the shape that the index of a write is applied to: of a level, or of one leaf."""
+def writing_rows(handle: Handle, flat: Flat, index: Any) -> Operation[Edit]:
+    """Write what an index selects of entries that are all homogeneous.
+
+    ``index`` says what it indexes: a level, or one leaf, below whose batch dims it may reach.
+    """
+    where, frame = str(handle.location), index.frame
+    specs = yield from handle.load(flat.paths)
+    batch = frame.batch
     for spec in specs.values():
         if index.leaf and isinstance(spec, LeafSpec):
-            return leaf_shape(info, spec)
-    batch: tuple[int, ...] = index.frame.batch
-    return batch
+            batch = leaf_shape(handle.info, spec)
+    rows = select(batch, normalise(index.index, len(batch)))
+    changes: list[Any] = rows_changes(specs, flat.tensors, rows, batch, frame.stack, where)
+    for path, value in flat.values.items():
+        at = first_dim_rows(path, rows, frame, where)
+        each = per_row(value, len(rows.shape) if rows.depth else 1, len(at), path, where)
+        changes.append(value_patch(path, each, at, frame.batch[0], handle.allow_pickle, where))
+    return Edit(changes)
