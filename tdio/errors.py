@@ -9,6 +9,7 @@ from __future__ import annotations
 
 __all__ = [
     "AccessDenied",
+    "AddressUnavailable",
     "AuthenticationFailed",
     "CacheUnavailable",
     "CorruptEntry",
@@ -145,6 +146,10 @@ class PipeTimeout(TdioError, TimeoutError):
 
 class PortInUse(TdioError, OSError):
     """Another process, or another listener of this one, has the port."""
+
+
+class AddressUnavailable(TdioError, OSError):
+    """This machine does not let anybody listen on the address: it is another machine's, say."""
 
 
 class TransportUnavailable(TdioError, ImportError):

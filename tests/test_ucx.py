@@ -16,6 +16,7 @@ import torch
 pytest.importorskip("ucxx", reason="ucxx is not installed: pip install 'tdio[ucx]'")
 
 from tdio.errors import (
+    AddressUnavailable,
     PeerLost,
     PipeClosed,
     PipeTimeout,
@@ -874,3 +875,55 @@ def test_two_threads_and_two_coroutines_wait_for_one_endpoint(child, listener):
     taking.join()
     taken[0].close()
     other.close()
+
+
+# ---- what cannot be
+
+
+@pytest.mark.parametrize("port", [-1, 65536, 70000, "x", None, True])
+def test_a_port_that_cannot_be_is_named(port):
+    for work in (ucx.listen, lambda host, port: ucx.connect(host, port, 1)):
+        with pytest.raises(ValueError, match=repr(port)):
+            work("127.0.0.1", port)
+    with pytest.raises(ValueError, match=repr(port)):
+        asyncio.run(ucx.connect_async("127.0.0.1", port, 1))
+    with pytest.raises(ValueError, match="from 1"):
+        ucx.connect("127.0.0.1", 0, 1)
+
+
+@pytest.mark.parametrize("host", ["8.8.8.8", "2001:4860:4860::8888"])
+def test_an_address_of_another_machine_is_named(host):
+    if ":" in host and not _has_ipv6():
+        pytest.skip("this machine has no IPv6")
+    with pytest.raises(AddressUnavailable, match=rf"{host}.*Cannot assign"):
+        ucx.listen(host, 0)
+
+
+@pytest.mark.parametrize("timeout_s", [0, 0.4])
+def test_a_refused_connection_is_said_to_be_one(timeout_s):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+    with pytest.raises(PipeTimeout) as caught:
+        ucx.connect("127.0.0.1", port, timeout_s)
+    assert "raise the timeout" not in str(caught.value)
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(PipeTimeout) as caught:
+        ucx.connect("127.0.0.1", silent.getsockname()[1], timeout_s)
+    assert "no answer" in str(caught.value)
+
+
+def _connect_and_say_nothing(port, count):
+    """Clients that UCX knows, and that do not do their half of the handshake."""
+    found = socket.getaddrinfo("127.0.0.1", port, type=socket.SOCK_STREAM)
+    silent = [ucx._dial("silent", found[0][0], found[0][4]) for _ in range(count)]
+    while True:
+        for endpoint in silent:
+            endpoint._worker.step()
+        time.sleep(0.01)
+
+
+def test_accepting_gives_up_at_its_limit_although_a_client_is_silent(child, listener):
+    child(_connect_and_say_nothing, listener.port, 3)
+    began = time.monotonic()
+    with pytest.raises(PipeTimeout, match="within 2 s"):
+        listener.accept(2)
+    assert time.monotonic() - began < 4.5

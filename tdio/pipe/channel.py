@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -16,7 +18,7 @@ from tdio.errors import (
 )
 from tdio.pipe.drive import run, run_async
 from tdio.pipe.incoming import Incoming
-from tdio.pipe.opening import endpoint_of, read_key
+from tdio.pipe.opening import check_on_error, endpoint_of, read_key
 from tdio.pipe.outgoing import Packer
 from tdio.transport.endpoint import Endpoint
 from tdio.transport.tasks import Turn, refuse_in_loop
@@ -31,6 +33,8 @@ T = TypeVar("T", bound="Channel")
 MAX_MESSAGE_BYTES = 8 << 30
 #: How long one wait may take, in seconds.
 TIMEOUT_S = 300.0
+#: How long a client of a listener may take to prove that it holds the key, in seconds.
+AUTH_S = 10.0
 #: How long ``close`` waits for a peer to read what was sent, in seconds.
 CLOSE_TIMEOUT_S = 30.0
 #: How long ``close`` waits for a peer that has read everything to notice the end.
@@ -44,6 +48,8 @@ class Channel:
     """
 
     error: Exception | None
+    #: Also of an object whose arguments were refused.
+    _closed = True
 
     def __init__(
         self,
@@ -56,9 +62,7 @@ class Channel:
         auth_key: bytes | str | Path | None = None,
         timeout: float | None = TIMEOUT_S,
     ):
-        self._closed = True
-        if on_error not in ("raise", "stop"):
-            raise ValueError(f"on_error is {on_error!r}; it must be 'raise' or 'stop'")
+        check_on_error(on_error)
         self._key = read_key(auth_key)
         self._endpoint: Endpoint = endpoint_of(endpoint)
         if self._key is not None and self._endpoint.accepted is None:
@@ -222,8 +226,9 @@ class Channel:
         else:
             self._drop()
 
-    def __del__(self) -> None:
-        if not self._closed:
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        # As the interpreter ends nothing can be called any more; the system closes the connection.
+        if not self._closed and not ending():
             warnings.warn(f"{self!r} was not closed", ResourceWarning, stacklevel=2)
             self._drop()
 

@@ -9,21 +9,11 @@ from typing import Any
 import torch
 
 from tdio._td import TensorDictBase
-from tdio.errors import (
-    AuthenticationFailed,
-    EndOfStream,
-    EventLoopRunning,
-    PeerLost,
-    TdioError,
-)
-from tdio.pipe.channel import CLOSE_TIMEOUT_S, MAX_MESSAGE_BYTES, TIMEOUT_S, Channel
+from tdio.errors import EndOfStream, EventLoopRunning, TdioError
+from tdio.pipe.channel import AUTH_S, CLOSE_TIMEOUT_S, MAX_MESSAGE_BYTES, TIMEOUT_S, Channel
 from tdio.pipe.drive import run, run_async
-from tdio.pipe.opening import (
-    CONNECT_TIMEOUT_S,
-    LISTEN_TIMEOUT_S,
-    ucx,
-)
-from tdio.transport.tasks import let_others_run, refuse_in_loop
+from tdio.pipe.opening import CONNECT_TIMEOUT_S, LISTEN_TIMEOUT_S, checked, ucx
+from tdio.transport.tasks import Limit, let_others_run, refuse_in_loop
 
 __all__ = ["CLOSE_TIMEOUT_S", "MAX_MESSAGE_BYTES", "TIMEOUT_S", "TensorDictPipe"]
 
@@ -105,10 +95,13 @@ class TensorDictPipe(Channel):
             PipeTimeout: nobody listened within ``timeout``.
             PeerLost: the host is unknown.
             AuthenticationFailed: the other end holds another key, or none.
+            ValueError: there is no such port, or an option has a value that it cannot have.
+            TypeError: there is no such option.
             TransportUnavailable: ucxx is not installed, or cannot work in this process.
         """
-        pipe = cls(await ucx().connect_async(host, port, timeout), **_renamed(options))
-        await pipe._authenticate_async(timeout)
+        options, limit = checked(cls, options), Limit(timeout)
+        pipe = cls(await ucx().connect_async(host, port, timeout), **options)
+        await pipe._authenticate_async(limit.left())
         return pipe
 
     @classmethod
@@ -117,8 +110,9 @@ class TensorDictPipe(Channel):
     ) -> TensorDictPipe:
         """``connect`` for code without an event loop; same arguments and errors."""
         refuse_in_loop("TensorDictPipe.connect_sync()", "await TensorDictPipe.connect()")
-        pipe = cls(ucx().connect(host, port, timeout), **_renamed(options))
-        pipe._authenticate(timeout)
+        options, limit = checked(cls, options), Limit(timeout)
+        pipe = cls(ucx().connect(host, port, timeout), **options)
+        pipe._authenticate(limit.left())
         return pipe
 
     @classmethod
@@ -133,8 +127,8 @@ class TensorDictPipe(Channel):
     ) -> TensorDictPipe:
         """Wait for one client and return the pipe to it; then the port is free again.
 
-        A client that does not hold the key is refused, with a warning in the log, and the next
-        one is waited for. A second client is refused.
+        A client that does not prove within 10 s that it holds the key is refused, with a warning
+        in the log, and the next one is waited for. A second client is refused.
 
         Args:
             port: 0 for any that is free.
@@ -145,18 +139,22 @@ class TensorDictPipe(Channel):
 
         Raises:
             PortInUse: something else listens there.
-            PipeTimeout: no client came.
+            PipeTimeout: no client came that passed.
+            AddressUnavailable: ``host`` is no address of this machine.
+            ValueError: there is no such port, or an option has a value that it cannot have.
+            TypeError: there is no such option.
             TransportUnavailable: ucxx is not installed, or cannot work in this process.
         """
+        options, limit = checked(cls, options), Limit(timeout)
         listener = ucx().listen(host or "0.0.0.0", port)
         try:
             if on_bound is not None:
                 on_bound(listener.host, listener.port)
             while True:
-                pipe = cls(await listener.accept_async(timeout), **_renamed(options))
+                pipe = cls(await listener.accept_async(limit), **options)
                 try:
-                    await pipe._authenticate_async(timeout)
-                except (AuthenticationFailed, PeerLost) as error:
+                    await pipe._authenticate_async(limit.at_most(AUTH_S))
+                except TdioError as error:
                     log.warning("a client was refused: %s", error)
                 else:
                     return pipe
@@ -175,15 +173,16 @@ class TensorDictPipe(Channel):
     ) -> TensorDictPipe:
         """``listen`` for code without an event loop; same arguments and errors."""
         refuse_in_loop("TensorDictPipe.listen_sync()", "await TensorDictPipe.listen()")
+        options, limit = checked(cls, options), Limit(timeout)
         listener = ucx().listen(host or "0.0.0.0", port)
         try:
             if on_bound is not None:
                 on_bound(listener.host, listener.port)
             while True:
-                pipe = cls(listener.accept(timeout), **_renamed(options))
+                pipe = cls(listener.accept(limit), **options)
                 try:
-                    pipe._authenticate(timeout)
-                except (AuthenticationFailed, PeerLost) as error:
+                    pipe._authenticate(limit.at_most(AUTH_S))
+                except TdioError as error:
                     log.warning("a client was refused: %s", error)
                 else:
                     return pipe
@@ -191,6 +190,12 @@ class TensorDictPipe(Channel):
             listener.close()
 
     # ---- sending
+
+    async def _breathe(self) -> None:
+        # Before an operation, never behind it: a cancellation would meet what is complete.
+        self._calls += 1
+        if not self._calls % _BREATHE:
+            await let_others_run()
 
     async def asend(self, td: TensorDictBase) -> None:
         """Send a tensordict; return when ``td`` may change again.
@@ -213,6 +218,7 @@ class TensorDictPipe(Channel):
             await self._authenticate_async(self._timeout_s)
         await self._send_turn.acquire_async(self._timeout_s, "asend()")
         try:
+            await self._breathe()
             self._check_send()
             operation = self._protocol.send(self._packer.pack(td))
             await run_async(self._endpoint, operation, self._timeout_s)
@@ -221,9 +227,6 @@ class TensorDictPipe(Channel):
             raise
         finally:
             self._send_turn.release()
-        self._calls += 1
-        if not self._calls % _BREATHE:
-            await let_others_run()
 
     def send(self, td: TensorDictBase) -> None:
         """``asend`` for code without an event loop; same arguments and errors.
@@ -283,19 +286,16 @@ class TensorDictPipe(Channel):
             await self._authenticate_async(self._timeout_s)
         await self._recv_turn.acquire_async(self._timeout_s, "arecv()")
         try:
+            await self._breathe()
             self._check_open()
             self._incoming.want(td, None if device is None else _device(device), keep)
             operation = self._protocol.receive(self._incoming)
-            result = await run_async(self._endpoint, operation, self._timeout_s)
+            return await run_async(self._endpoint, operation, self._timeout_s)
         except BaseException as error:
             self._recv_failed(error)
             raise
         finally:
             self._recv_turn.release()
-        self._calls += 1
-        if not self._calls % _BREATHE:
-            await let_others_run()
-        return result
 
     def recv(
         self,
@@ -369,8 +369,3 @@ def _device(device: torch.device | str | int) -> torch.device:
     if found.type == "cuda" and found.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return found
-
-
-def _renamed(options: dict[str, Any]) -> dict[str, Any]:
-    """The ``timeout`` of the class, under the name that it has where there is another one."""
-    return {"timeout" if name == "wait_timeout" else name: v for name, v in options.items()}

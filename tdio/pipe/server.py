@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from tdio.errors import PipeClosed, PipeTimeout, TdioError
-from tdio.pipe.channel import CLOSE_TIMEOUT_S
-from tdio.pipe.opening import read_key, ucx
+from tdio.pipe.channel import AUTH_S, CLOSE_TIMEOUT_S
+from tdio.pipe.opening import checked, ucx
 from tdio.pipe.pipe import TensorDictPipe
 from tdio.transport.tasks import Tasks
 
@@ -18,8 +18,6 @@ log = logging.getLogger("tdio")
 
 #: How often a server that waits looks whether it was closed, in seconds.
 _LOOK_S = 0.25
-#: How long a client may take to prove that it holds the key, in seconds.
-_AUTH_S = 10.0
 
 
 class TensorDictServer:
@@ -41,7 +39,8 @@ class TensorDictServer:
         options: other arguments of ``TensorDictPipe``.
 
     Raises:
-        ValueError: the key is empty.
+        ValueError: the key is empty, or an option has a value that it cannot have.
+        TypeError: there is no such option.
 
     Example:
         >>> import asyncio
@@ -63,7 +62,8 @@ class TensorDictServer:
         auth_key: bytes | str | Path | None = None,
         **options: Any,
     ):
-        self._options = {"consolidated": consolidated, "auth_key": read_key(auth_key), **options}
+        own = {"consolidated": consolidated, "auth_key": auth_key}
+        self._options = checked(TensorDictPipe, {**own, **options})
         self.host, self.port = host or "0.0.0.0", port
         self._listener: Any = None
         self._tasks = Tasks()
@@ -74,6 +74,8 @@ class TensorDictServer:
 
         Raises:
             PortInUse: something else listens there.
+            AddressUnavailable: ``host`` is no address of this machine.
+            ValueError: there is no such port.
             PipeClosed: the server was closed.
             TransportUnavailable: ucxx is not installed, or cannot work in this process.
         """
@@ -102,7 +104,7 @@ class TensorDictServer:
             return None
         pipe = TensorDictPipe(endpoint, **self._options)
         try:
-            await pipe._authenticate_async(_AUTH_S)
+            await pipe._authenticate_async(AUTH_S)
         except TdioError as error:
             log.warning("a client was refused: %s", error)
             return None

@@ -14,7 +14,14 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-from tdio.errors import PeerLost, PipeClosed, PipeTimeout, PortInUse, ProtocolError
+from tdio.errors import (
+    AddressUnavailable,
+    PeerLost,
+    PipeClosed,
+    PipeTimeout,
+    PortInUse,
+    ProtocolError,
+)
 from tdio.transport import ucx_lib as lib
 from tdio.transport.tasks import Limit
 from tdio.transport.ucx_adopted import adopt
@@ -46,10 +53,12 @@ def connect(host: str, port: int, timeout_s: float) -> UcxEndpoint:
 
     Raises:
         PeerLost: the host name is unknown.
+        ValueError: there is no such port.
         PipeTimeout: nothing answered there within ``timeout_s`` seconds.
         ProtocolError: what listens does not speak ucxx's handshake.
         TransportUnavailable: ucxx is missing, or this process is a forked child.
     """
+    check_port(port, 1)
     with _resolving(host, port):
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return drive(_connecting(place(host, port), found, timeout_s))
@@ -60,14 +69,22 @@ async def connect_async(host: str, port: int, timeout_s: float) -> UcxEndpoint:
 
     Raises:
         PeerLost: the host name is unknown.
+        ValueError: there is no such port.
         PipeTimeout: nothing answered there within ``timeout_s`` seconds.
         ProtocolError: what listens does not speak ucxx's handshake.
         TransportUnavailable: ucxx is missing, or this process is a forked child.
     """
+    check_port(port, 1)
     with _resolving(host, port):
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return await drive_async(_connecting(place(host, port), found, timeout_s))
+
+
+def check_port(port: Any, lowest: int) -> None:
+    """Raise ValueError where ``port`` is no port; 0 is one to listen on only."""
+    if not isinstance(port, int) or isinstance(port, bool) or not lowest <= port <= 65535:
+        raise ValueError(f"the port is {port!r}; it must be a number from {lowest} to 65535")
 
 
 class _resolving:  # noqa: N801
@@ -99,8 +116,12 @@ def _connecting(where: str, found: list[Any], timeout_s: float) -> Steps[UcxEndp
         else:
             try:
                 return (yield from handshake(endpoint, max(0.0, deadline - time.monotonic())))
-            except (PeerLost, PipeTimeout) as error:
+            except PeerLost as error:
                 reason, why = error, str(error)
+            except PipeTimeout as error:
+                # What ends the last attempt; what became of the ones before it says more.
+                reason = reason or error
+                why = why or "no answer, and no refusal"
         left = deadline - time.monotonic()
         if left <= 0:
             break
@@ -130,11 +151,14 @@ class Listener:
 
     Raises:
         PortInUse: something else listens there.
+        AddressUnavailable: the address is not one of this machine.
+        ValueError: there is no such port.
         PeerLost: the host name is unknown.
         TransportUnavailable: ucxx is missing, or this process is a forked child.
     """
 
     def __init__(self, host: str, port: int):
+        check_port(port, 0)
         self.host, self.port = host, port
         with _resolving(host, port):
             found = socket.getaddrinfo(
@@ -179,7 +203,10 @@ class Listener:
                 "or on 0 for a free one"
             )
         if status != lib.OK:
-            raise OSError(f"cannot listen on {where}: {worker.api.text(status)}")
+            why = _refusal(address) or worker.api.text(status)
+            raise AddressUnavailable(
+                f"cannot listen on {where}: {why}; is it an address of this machine?"
+            )
         return listener
 
     @property
@@ -316,6 +343,17 @@ class Listener:
             self.close()
 
 
+def _refusal(address: bytes) -> str:
+    """Why the system does not let anybody listen on an address: UCX does not tell."""
+    family = socket.AF_INET6 if len(address) > 16 else socket.AF_INET
+    with socket.socket(family) as probe:
+        try:
+            probe.bind(lib.unpack_address(address))
+        except OSError as error:
+            return str(error.strerror)
+    return ""
+
+
 def _nothing() -> None:
     """A listener cannot be lost."""
 
@@ -325,6 +363,8 @@ def listen(host: str, port: int) -> Listener:
 
     Raises:
         PortInUse: something else listens there.
+        AddressUnavailable: the address is not one of this machine.
+        ValueError: there is no such port.
         PeerLost: the host name is unknown.
         TransportUnavailable: ucxx is missing, or this process is a forked child.
     """
