@@ -17,6 +17,7 @@ from tdio import StoreBatchSampler, TensorDictStore
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LOOPS = ROOT / "docs" / "loops.md"
+DATA = ROOT / "docs" / "data.md"
 PIPES = ROOT / "docs" / "pipes.md"
 BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
 #: A block that is a file of its own says so in its first line.
@@ -125,7 +126,11 @@ def free_port():
 @pytest.mark.skipif(importlib.util.find_spec("ucxx") is None, reason="ucxx is not installed")
 @pytest.mark.parametrize(
     ("page", "listens", "connects"),
-    [(LOOPS, "learn.py", ["producer.py"] * 2), (PIPES, "reader.py", ["writer.py"])],
+    [
+        (LOOPS, "learn.py", ["producer.py"] * 2),
+        (PIPES, "reader.py", ["writer.py"]),
+        (DATA, "produce.py", ["consume.py"]),
+    ],
 )
 def test_the_programs_of_a_page_find_each_other(page, listens, connects, tmp_path):
     write_files(page, tmp_path)
