@@ -52,6 +52,25 @@ def test_with_persistent_workers_and_rare_snapshots(dataset):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("stop", [3, 10, 11])
+def test_a_loop_over_epochs_goes_on_exactly(dataset, workers, stop):
+    def batches(epoch):
+        return list(StoreBatchSampler(N, BATCH, shuffle=True, seed=5, epoch=epoch))
+
+    first = loader(dataset, workers)
+    first.batch_sampler.set_epoch(2)
+    items = iter(first)
+    for _ in range(stop):
+        next(items)
+    resumed = loader(dataset, workers)
+    resumed.load_state_dict(first.state_dict())
+    for epoch in (2, 3):
+        resumed.batch_sampler.set_epoch(epoch)
+        got = [batch["x"].tolist() for batch in resumed]
+        assert got == batches(epoch)[stop if epoch == 2 else 0 :]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
 def test_a_state_holds_no_data(dataset, workers):
     assert not hasattr(dataset, "state_dict")
     stateful = loader(dataset, workers)

@@ -157,8 +157,8 @@ def test_epochs_follow_each_other():
     assert first != second and sampler.epoch == 2
     sampler.set_epoch(0)
     assert list(sampler) == first and sampler.epoch == 1
-    next(iter(sampler))  # an epoch that is left early begins again
-    assert list(sampler) == second
+    next(iter(sampler))  # a pass that is left early is an epoch too
+    assert sampler.epoch == 2 and list(sampler) != second
     sampler.set_epoch(0)
     next(iter(sampler))
     state = sampler.state_dict()
@@ -184,12 +184,39 @@ def test_a_state_of_something_else_is_refused(field):
 def test_bad_arguments():
     for kwargs in (
         {"tail": "x"}, {"seed": -1}, {"epoch": -1}, {"block_rows": 0}, {"rank": 2, "num_replicas": 2},
-        {"num_replicas": 11, "rank": 0},
+        {"num_replicas": 11, "rank": 0}, {"seed": 1.5}, {"seed": 2**63}, {"epoch": "1"},
+        {"block_rows": 2.0}, {"num_replicas": 0, "rank": 0}, {"num_replicas": 1.5, "rank": 0},
+        {"rank": 0.5},
     ):  # fmt: skip
         with pytest.raises(ValueError, match=next(iter(kwargs))):
             StoreBatchSampler(10, 4, **kwargs)
-    with pytest.raises(ValueError, match="at least 1"):
-        StoreBatchSampler(10, 0)
+    for batch_size in (0, 2.5, "3"):
+        with pytest.raises(ValueError, match="batch_size="):
+            StoreBatchSampler(10, batch_size)
+    sampler = StoreBatchSampler(10, 4)
+    for epoch in (-1, 2**63, 2**64, 1.0):
+        with pytest.raises(ValueError, match="epoch="):
+            sampler.set_epoch(epoch)
+    state = sampler.state_dict()
+    for field, value in (("epoch", 2**63), ("position", 11)):
+        with pytest.raises(errors.StateMismatch, match=f"{field}={value}"):
+            sampler.load_state_dict({**state, field: value})
+
+
+def test_whole_numbers_of_numpy():
+    number = np.int64
+    sampler = StoreBatchSampler(
+        number(40), number(4), shuffle=True, seed=number(3), epoch=number(1),
+        block_rows=number(2), num_replicas=number(2), rank=number(1),
+    )  # fmt: skip
+    plain = StoreBatchSampler(
+        40, 4, shuffle=True, seed=3, epoch=1, block_rows=2, num_replicas=2, rank=1
+    )
+    assert list(sampler) == list(plain)
+    sampler.set_epoch(number(7))
+    state = sampler.state_dict()
+    assert {type(value) for value in state.values()} == {int} and state["epoch"] == 7
+    plain.load_state_dict(json.loads(json.dumps(state)))
 
 
 @pytest.mark.parametrize("persistent", [False, True])
@@ -224,6 +251,85 @@ def test_a_loader_with_workers(workers, persistent):
     other = StoreBatchSampler(100, 7, shuffle=True)
     other.load_state_dict(state)
     assert list(other) == expected[1][2:]
+
+
+@pytest.mark.parametrize("counting", [False, True])
+@pytest.mark.parametrize("workers", [0, 1, 2, 4])
+def test_a_pass_that_is_left_early_is_an_epoch(workers, counting):
+    """How far the loader has drawn ahead by then does not matter."""
+    sampler = StoreBatchSampler(40, 10, shuffle=True)
+    loader = DataLoader(Rows(40), batch_sampler=sampler, num_workers=workers)
+
+    def batches():
+        return sampler.counting(loader) if counting else loader
+
+    expected = [list(StoreBatchSampler(40, 10, shuffle=True, epoch=e)) for e in range(4)]
+    for epoch in range(2):
+        for batch in batches():
+            assert batch.tolist() == expected[epoch][0]
+            break
+        assert sampler.epoch == (epoch if counting else epoch + 1)
+    assert [batch.tolist() for batch in batches()] == expected[2]
+    assert sampler.epoch == 3
+    next(iter(loader))
+    sampler.set_epoch(3)
+    assert [batch.tolist() for batch in batches()] == expected[3]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("first", ["load", "set_epoch"])
+@pytest.mark.parametrize("stop", [1, 3, 4])
+def test_a_loop_over_epochs_goes_on_exactly(workers, first, stop):
+    """A checkpoint after ``stop`` of the 4 batches of epoch 2, loaded before the loop or in it."""
+
+    def make():
+        sampler = StoreBatchSampler(40, 10, shuffle=True)
+        return sampler, DataLoader(Rows(40), batch_sampler=sampler, num_workers=workers)
+
+    expected = [list(StoreBatchSampler(40, 10, shuffle=True, epoch=e)) for e in range(5)]
+    sampler, loader = make()
+    sampler.set_epoch(2)
+    for number, _ in enumerate(sampler.counting(loader), 1):
+        if number == stop:
+            break
+    state = sampler.state_dict()
+    sampler, loader = make()
+    if first == "load":
+        sampler.load_state_dict(state)
+        assert sampler.state_dict() == state
+        assert sampler.epoch == (3 if stop == 4 else 2)
+    got = []
+    for epoch in range(2, 5):
+        sampler.set_epoch(epoch)
+        if first == "set_epoch" and epoch == 2:
+            sampler.load_state_dict(state)
+        got.append([batch.tolist() for batch in sampler.counting(loader)])
+    assert got == [expected[2][stop:], *expected[3:]]
+    # Nobody asks for an epoch: the next one comes whole.
+    sampler, loader = make()
+    sampler.load_state_dict(state)
+    rest = [batch.tolist() for batch in sampler.counting(loader)]
+    assert rest == (expected[2][stop:] or expected[3])
+
+
+def test_a_pass_that_was_left_moves_nothing():
+    sampler = StoreBatchSampler(40, 10)
+    left = iter(sampler)
+    next(left)
+    sampler.set_epoch(5)
+    assert len(list(left)) == 3
+    assert sampler.epoch == 5 and sampler.state_dict()["position"] == 0
+    left = iter(sampler)
+    next(left)
+    assert len(list(sampler)) == 4 and sampler.epoch == 7
+    list(left)
+    assert sampler.epoch == 7
+
+
+def test_the_length_is_that_of_a_whole_epoch():
+    sampler = StoreBatchSampler(40, 10)
+    sampler.load_state_dict({**sampler.state_dict(), "position": 20})
+    assert len(sampler) == 4 and len(list(sampler)) == 2
 
 
 RANK = """

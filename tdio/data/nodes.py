@@ -13,8 +13,8 @@ from tdio.data.sampler import StoreBatchSampler
 class StoreReader(BaseNode[Any]):  # type: ignore[misc]
     """A node that reads the batches of a sampler from a store, one round trip each.
 
-    A pass is an epoch; ``reset()`` begins the next one, or the same one again where it was left
-    early. The state is that of the sampler, whole numbers only: no data.
+    A pass is an epoch; ``reset()`` begins the next one. The state is that of the sampler, whole
+    numbers only: no data.
 
     Args:
         dataset: what to read.

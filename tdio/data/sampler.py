@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sized
-from typing import TypeVar
+from operator import index
+from typing import Any, TypeVar
 
 import numpy as np
 import torch.distributed as dist
@@ -18,6 +19,8 @@ T = TypeVar("T")
 #: Version of the state that ``state_dict`` returns.
 STATE_VERSION = 1
 _TAILS = ("exact", "drop_last", "pad")
+#: Seeds and epochs are words of the generator's key, and of a JSON file's signed numbers.
+_END = 2**63
 
 
 class StoreBatchSampler(Sampler[list[int]]):
@@ -27,11 +30,12 @@ class StoreBatchSampler(Sampler[list[int]]):
     In each step all ranks together take the next rows of it, so a state is one position, and a
     run may go on with another number of ranks or workers: no row is left out or seen twice.
 
-    An epoch that was drawn to its end moves ``epoch`` on by one; one that was left early begins
-    again at the next ``iter``.
+    Each pass is an epoch: the next pass takes the next one, also after one that was left early
+    (how far a ``DataLoader`` had drawn ahead by then depends on its workers). To begin an epoch
+    again, call ``set_epoch``. A pass begins when its first batch is drawn.
 
     Args:
-        dataset: anything with a length, or that length.
+        dataset: anything with a length, or that length. Numbers may be numpy's.
         batch_size: rows of a batch of one rank.
         shuffle: False takes the rows in order.
         seed: whole number >= 0, the same on every rank.
@@ -72,28 +76,31 @@ class StoreBatchSampler(Sampler[list[int]]):
         tail: Tail = "exact",
         block_rows: int | None = None,
     ) -> None:
-        self.rows = dataset if isinstance(dataset, int) else len(dataset)
+        length = len(dataset) if isinstance(dataset, Sized) else dataset
+        self.rows = _whole("dataset", length, 0, _END)
         self.num_replicas, self.rank = _placement(num_replicas, rank)
-        self.batch_size, self.shuffle, self.seed = batch_size, shuffle, seed
-        self.tail, self.block_rows = tail, block_rows
+        self.batch_size = _whole("batch_size", batch_size, 1, _END)
+        self.block_rows = None if block_rows is None else _whole("block_rows", block_rows, 1, _END)
+        self.shuffle, self.seed = bool(shuffle), _whole("seed", seed, 0, _END)
+        self.tail = tail
         if tail not in _TAILS:
             raise ValueError(f"tail={tail!r} is none of {_TAILS}")
-        if batch_size < 1 or (block_rows is not None and block_rows < 1):
-            raise ValueError(f"batch_size={batch_size}, block_rows={block_rows}: at least 1")
-        if not (0 <= seed < 2**63 and 0 <= epoch < 2**63):
-            raise ValueError(f"seed={seed}, epoch={epoch}: whole numbers from 0 to 2**63 - 1")
-        if not 0 <= self.rank < self.num_replicas:
-            raise ValueError(f"rank={self.rank} of num_replicas={self.num_replicas}")
         if self._sizes(0) is None:
             raise ValueError(self._impossible(self.rows))
         # What has been drawn: rows of the order of ``_epoch`` that all ranks have taken.
-        self._epoch, self._position = epoch, 0
-        self._resumed = False
+        self._epoch, self._position = _whole("epoch", epoch, 0, _END), 0
+        # Whether the next pass goes on at ``_position``; whether set_epoch asked for ``_epoch``.
+        self._resumed = self._asked = False
+        # The pass that was begun last: it took ``_epoch``, so the next one takes another.
+        self._under_way: _Pass | None = None
         # What the loop of ``counting`` was given, while there is one.
         self._counted: tuple[int, int] | None = None
 
     def __len__(self) -> int:
-        """Return the number of batches of a whole epoch, the same on every rank."""
+        """Return the number of batches of a whole epoch, the same on every rank.
+
+        Also where the next pass goes on in the middle of an epoch, and has fewer.
+        """
         sizes = self._sizes(0)
         assert sizes is not None
         return len(sizes)
@@ -104,17 +111,43 @@ class StoreBatchSampler(Sampler[list[int]]):
 
     @property
     def epoch(self) -> int:
-        """The epoch under way, or the next one."""
-        return self._now()[0]
+        """The epoch that the next pass takes; that of a loop of ``counting`` in it and after it."""
+        return self._counted[0] if self._counted else self._next()[0]
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to an epoch; going to the one that was resumed keeps its position.
+        """Take this epoch in the next pass, from its beginning.
 
-        The sampler lives in the trainer's process, so persistent workers follow as well.
+        One that was resumed is gone on with where its state was taken; if that was its end, the
+        pass is empty. So a loop ``for epoch in range(first, last): sampler.set_epoch(epoch)``
+        that begins with the epoch of a checkpoint is exact. The sampler lives in the trainer's
+        process, so persistent workers follow as well.
+
+        Args:
+            epoch: from 0 to 2**63 - 1.
+
+        Raises:
+            ValueError: it is none of these.
         """
+        epoch = _whole("epoch", epoch, 0, _END)
         if epoch != self._epoch or not self._resumed:
-            self._epoch, self._position, self._resumed = epoch, 0, False
-            self._counted = None
+            self._go(epoch, 0, resumed=False)
+        self._asked = True
+
+    def _go(self, epoch: int, position: int, *, resumed: bool) -> None:
+        """Let the next pass begin there; one that is under way moves nothing any more."""
+        self._epoch, self._position, self._resumed = epoch, position, resumed
+        self._under_way = self._counted = None
+
+    def _next(self) -> tuple[int, int]:
+        """Return the epoch that the next pass takes, and the position that it begins at."""
+        if self._under_way is not None:
+            return self._epoch + (not self._under_way.tentative), 0
+        if not self._resumed:
+            return self._epoch, 0
+        sizes = self._sizes(self._position)
+        if not self._asked and sizes is not None and not len(sizes):
+            return self._epoch + 1, 0
+        return self._epoch, self._position
 
     # ---- state
 
@@ -137,7 +170,7 @@ class StoreBatchSampler(Sampler[list[int]]):
             [0, 1, 2, 3] 4
             [4, 5, 6, 7] 8
         """
-        epoch, start = self._epoch, self._position if self._resumed else 0
+        epoch, start = self._next()
         ends = [after for _, _, after in self._steps(start)]
         iterator = iter(loader)
         self._counted = (epoch, start)
@@ -169,7 +202,8 @@ class StoreBatchSampler(Sampler[list[int]]):
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on where a state was taken, also with another number of ranks or batch size.
 
-        A state of the end of an epoch leads to the whole next one.
+        A state of the end of an epoch leads to the whole next one, unless ``set_epoch`` asks for
+        the one that it is of: then nothing is left of that.
 
         Raises:
             StateMismatch: the state is of other data or another order; the message names the
@@ -185,14 +219,15 @@ class StoreBatchSampler(Sampler[list[int]]):
                     f"the state is of {field}={given}, this sampler has {field}={value}; resume "
                     "with the dataset and the arguments that it was taken with"
                 )
-        epoch, position = state["epoch"], min(state["position"], self.rows)
-        sizes = self._sizes(position)
-        if sizes is None:
+        epoch, position = state["epoch"], state["position"]
+        for field, end in (("epoch", _END - 1), ("position", self.rows)):
+            if state[field] > end:
+                raise StateMismatch(f"the state has {field}={state[field]}, which is beyond {end}")
+        if self._sizes(position) is None:
             raise StateMismatch(self._impossible(self.rows - position))
-        if not len(sizes):
-            epoch, position = epoch + 1, 0
-        self._epoch, self._position, self._resumed = epoch, position, True
-        self._counted = None
+        # A StatefulDataLoader loads when it is iterated, after set_epoch was called for that.
+        self._asked = self._asked and epoch == self._epoch
+        self._go(epoch, position, resumed=True)
 
     def _sizes(self, start: int) -> Int64Array | None:
         return step_sizes(self.rows - start, self.batch_size, self.num_replicas, self.tail)
@@ -217,20 +252,26 @@ class StoreBatchSampler(Sampler[list[int]]):
 
     # ---- drawing
 
-    def _begin(self) -> int:
-        """Begin a pass; return the position that it begins at."""
-        if not self._resumed:
-            self._position = 0
-        self._resumed = False
-        return self._position
+    def _begin(self, begun: _Pass) -> tuple[int, int]:
+        """Begin a pass; return its epoch, and the position that it begins at."""
+        self._epoch, self._position = self._next()
+        self._resumed = self._asked = False
+        self._under_way = begun
+        return self._epoch, self._position
 
     def _order(self, epoch: int) -> Int64Array:
         if not self.shuffle:
             return np.arange(self.rows)
         return epoch_order(self.rows, self.seed, epoch, self.block_rows)
 
-    def _advance(self, epoch: int, position: int) -> None:
-        self._epoch, self._position = epoch, position
+    def _advance(self, by: _Pass, position: int | None) -> None:
+        """Note what a pass has drawn, None for its end, unless the sampler has left it."""
+        if by is not self._under_way:
+            return
+        if position is None:
+            self._epoch, self._position, self._under_way = self._epoch + 1, 0, None
+        else:
+            self._position = position
 
 
 class _Pass(Iterator[list[int]]):
@@ -239,24 +280,21 @@ class _Pass(Iterator[list[int]]):
     def __init__(self, sampler: StoreBatchSampler):
         self._sampler = sampler
         self._batches: Iterator[tuple[list[int], int]] | None = None
-        self._epoch = 0
+        # Whether the next pass begins the same epoch again if this one is left.
+        self.tentative = False
 
     def __next__(self) -> list[int]:
         if self._batches is None:
-            start = self._sampler._begin()
-            self._epoch = self._sampler._epoch
-            self._batches = self._draw(start)
+            self._batches = self._draw(*self._sampler._begin(self))
         drawn = next(self._batches, None)
+        self._sampler._advance(self, None if drawn is None else drawn[1])
         if drawn is None:
-            if self._sampler._epoch == self._epoch:
-                self._sampler._advance(self._epoch + 1, 0)
             raise StopIteration
-        self._sampler._advance(self._epoch, drawn[1])
         return drawn[0]
 
-    def _draw(self, start: int) -> Iterator[tuple[list[int], int]]:
+    def _draw(self, epoch: int, start: int) -> Iterator[tuple[list[int], int]]:
         sampler = self._sampler
-        order = sampler._order(self._epoch)
+        order = sampler._order(epoch)
         for position, size, after in sampler._steps(start):
             begin, end = share(size, sampler.rank, sampler.num_replicas)
             # Only "pad" reaches beyond the end.
@@ -275,6 +313,8 @@ class _Pass(Iterator[list[int]]):
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         self._sampler.load_state_dict(state)
+        # From the state of a whole epoch it draws ahead, drops that, and iterates anew.
+        self.tentative = self._sampler._next()[0] != state["epoch"]
 
 
 def _placement(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
@@ -283,7 +323,17 @@ def _placement(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
         found = dist.get_world_size(), dist.get_rank()
     else:
         found = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
-    return (
-        found[0] if num_replicas is None else num_replicas,
-        found[1] if rank is None else rank,
-    )
+    ranks = _whole("num_replicas", found[0] if num_replicas is None else num_replicas, 1, _END)
+    return ranks, _whole("rank", found[1] if rank is None else rank, 0, ranks)
+
+
+def _whole(name: str, value: Any, first: int, end: int) -> int:
+    """Return a whole number of any kind as an int. Raises ValueError outside ``[first, end)``."""
+    try:
+        number = index(value)
+    except TypeError:
+        raise ValueError(f"{name}={value!r}: it must be a whole number") from None
+    if not first <= number < end:
+        to = "2**63 - 1" if end == _END else end - 1
+        raise ValueError(f"{name}={number}: at least {first}, at most {to}")
+    return number
