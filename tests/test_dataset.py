@@ -46,8 +46,8 @@ def test_samples(dataset):
             dataset[bad]
     with pytest.raises(errors.IndexOutOfRange):
         dataset.__getitems__([0, N])
-    for bad in (1.5, "x"):
-        with pytest.raises(IndexError):
+    for bad in (1.5, "x", [0, 1]):
+        with pytest.raises(IndexError, match="__getitems__"):
             dataset[bad]
     assert not hasattr(dataset, "state_dict")
 
@@ -105,6 +105,28 @@ def test_keys_and_transform(dataset, conn):
     double = StoreDataset(td_id=dataset.td_id, transform=lambda td: td * 2, device="cpu", **conn)
     assert double[4]["deep", "y"] == 8
     assert double[4].device == torch.device("cpu")
+
+
+def pair(batch):
+    return batch["x"], batch["deep", "y"]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_a_transform_makes_of_a_batch_arrives_unchanged(dataset, conn, workers):
+    big = 2**24 + 1  # not a float32
+    for transform in (lambda td: td + big, lambda td: td.select("deep")):
+        moved = StoreDataset(td_id=dataset.td_id, transform=transform, **conn)
+        (batch,) = DataLoader(moved, batch_size=N, num_workers=workers)
+        assert (batch == transform(dataset[:])).all() and batch.is_consolidated()
+    for transform in (
+        pair, lambda td: td["x"], lambda td: td.to_dict(), lambda td: [td], lambda td: None,
+    ):  # fmt: skip
+        wrong = StoreDataset(td_id=dataset.td_id, transform=transform, **conn)
+        with pytest.raises(errors.UnsupportedValue, match="transform="):
+            next(iter(DataLoader(wrong, batch_size=4, num_workers=workers)))
+        wrong[0]  # of a sample it may make anything
+    x, y = next(iter(DataLoader(dataset, batch_size=4, num_workers=workers, collate_fn=pair)))
+    assert x.shape == (4, 3) and y.tolist() == [0, 1, 2, 3]
 
 
 def test_construction(dataset, conn):

@@ -10,7 +10,7 @@ from torchdata.nodes import Batcher, Loader, Mapper, Prefetcher, Unbatcher
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tdio import StoreBatchSampler, StoreDataset, StoreReader, TensorDictStore, errors
-from tdio.testing.resume import run_node_resume_test, run_resume_test
+from tdio.testing import run_node_resume_test, run_resume_test
 
 N, BATCH = 103, 10
 

@@ -190,7 +190,7 @@ def test_break_closes(produce):
     assert not threads() and reader.closed
     reader.thread.join(20)
     assert isinstance(reader.errors[0], PeerLost)
-    assert stream.state_dict() == {"version": 1, "yielded": 1, "rows": 0}
+    assert stream.state_dict() == {"version": 2, "yielded": 1, "rows": 0, "items": 1}
     with pytest.raises(PipeClosed, match="read once"):
         iter(stream)
 
@@ -334,6 +334,28 @@ def test_rebatch(produce, rows):
     check_one_storage(got)
 
 
+def test_rebatch_yields_what_arrived_before_an_error(produce):
+    def send(pipe):
+        numbers(pipe, 4)  # of 2 rows
+        raise PeerLost("gone")
+
+    got = []
+    with pytest.raises(PeerLost, match="producer 1 of 1"):
+        for td in PipeStream(produce(send), rebatch=5):
+            got.append(td)
+    assert [len(td) for td in got] == [5, 3]
+    assert torch.cat(got)["y"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    got = []
+    stop = threading.Event()
+    with pytest.raises(PipeTimeout):
+        for td in PipeStream(
+            produce(lambda p: (numbers(p, 2), stop.wait(20))), rebatch=5, timeout=0.5
+        ):
+            got.append(td)
+    stop.set()
+    assert [len(td) for td in got] == [4]
+
+
 def test_rebatch_refuses(produce):
     def mixed(pipe):
         pipe.send(item(0))
@@ -362,6 +384,9 @@ def test_arguments():
         PipeStream.serve(0, producers=0)
     with pytest.raises(ValueError, match="pipes is 0"):
         PipeStream()
+    for wrong in ([], ["a pipe"], "localhost:1", 1):
+        with pytest.raises(TypeError, match="PipeStream.connect"):
+            PipeStream(wrong)
     with pytest.raises(ValueError, match="resumable"):
         PipeStream.serve(0, producers=2, resumable=True)
 
@@ -437,8 +462,31 @@ def test_a_stream_resumes_within_a_tensordict(produce, rows):
         assert all((a == b).all() for a, b in zip(rest, whole[stop:], strict=True))
 
 
+@pytest.mark.parametrize("rows", [None, 3])
+def test_max_items_counts_those_before_a_resume(produce, rows):
+    def stream(count=3):
+        return PipeStream(produce(honours), resumable=True, rebatch=rows, max_items=count)
+
+    whole = list(stream())
+    assert len(whole) == 3
+    for stop in range(1, 4):
+        first = stream()
+        items = iter(first)
+        for _ in range(stop):
+            next(items)
+        state = first.state_dict()
+        items.close()
+        resumed = stream()
+        resumed.load_state_dict(state)
+        rest = list(resumed)
+        assert len(rest) == 3 - stop
+        assert all((a == b).all() for a, b in zip(rest, whole[stop:], strict=True))
+        # It came to its end: the next pass is a whole one.
+        assert set(resumed.state_dict().values()) == {2, 0}
+
+
 def test_a_live_stream_is_not_replayed(produce):
-    state = {"version": 1, "yielded": 2, "rows": 0}
+    state = {"version": 2, "yielded": 2, "rows": 0, "items": 2}
     plain = PipeStream.connect("localhost", 1)
     plain.load_state_dict(plain.state_dict())
     with pytest.raises(StateMismatch, match="cannot be replayed"):
@@ -447,7 +495,7 @@ def test_a_live_stream_is_not_replayed(produce):
     stream.load_state_dict(state)
     with pytest.raises(StateMismatch, match="resume_position"):
         list(stream)
-    for wrong in ({}, {**state, "version": 2}, {**state, "rows": 1}, {**state, "yielded": -1}):
+    for wrong in ({}, {**state, "version": 1}, {**state, "rows": 1}, {**state, "yielded": -1}):
         with pytest.raises(StateMismatch):
             stream.load_state_dict(wrong)
 

@@ -106,7 +106,7 @@ def test_windows_in_a_loader(store, conn, workers):
     assert rows == len(dataset)
 
 
-def test_what_has_no_windows(store, conn):
+def test_what_has_no_windows(store, conn, caplog):
     for kwargs, error in (
         ({"window": 0}, errors.InvalidIndex),
         ({"window": 4, "stride": 0}, errors.InvalidIndex),
@@ -124,7 +124,9 @@ def test_what_has_no_windows(store, conn):
             StoreDataset(store, window=10)[index]
         with pytest.raises(errors.IndexOutOfRange):
             StoreDataset(store, window=10).__getitems__([0, index])
+    assert not caplog.records
     assert len(StoreDataset(store, window=701)) == 0
+    assert "no windows" in caplog.text and "701 steps" in caplog.text
     uneven = [TensorDict(a=torch.zeros(n), b=torch.zeros(n + 1)) for n in (2, 3)]
     other = TensorDictStore.from_tensordict(lazy_stack(uneven), **conn)
     with pytest.raises(errors.EntryMismatch, match="numbers of steps"):

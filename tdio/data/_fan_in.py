@@ -196,8 +196,6 @@ class FanIn:
         self._on_lost, self._resume_at = on_lost, resume_at
         self._open: dict[int, str] = {}
         self._came = 0
-        #: Whether everything was received.
-        self.ended = False
         #: Tensordicts that nobody needs any more, to be received into.
         self.spare: deque[Any] = deque()
 

@@ -9,7 +9,7 @@ import torch
 
 from tdio._td import consolidated
 from tdio.data.batches import flat_leaves, stack_leaves
-from tdio.errors import EntryMismatch, UnsupportedValue
+from tdio.errors import EntryMismatch, TdioError, UnsupportedValue
 from tdio.layout.buffers import allocate, pack
 
 
@@ -78,10 +78,19 @@ def rebatch(
     Raises:
         UnsupportedValue: an item without a batch dim, or with entries that are no plain tensors.
         EntryMismatch: two items differ in an entry elsewhere than in the number of rows.
+        TdioError: what ``items`` raised, after the rows that had arrived.
     """
     batch: _Batch | None = None
+    lost: TdioError | None = None
     used = 0
-    for used, item in enumerate(items, 1):
+    while True:
+        try:
+            item = next(items, None)
+        except TdioError as error:
+            lost, item = error, None
+        if item is None:
+            break
+        used += 1
         leaves = flat_leaves(item)
         if leaves is None or not leaves or not item.batch_size:
             raise UnsupportedValue(
@@ -99,3 +108,5 @@ def rebatch(
                 yield ready, (used, 0) if at == count else (used - 1, at)
     if batch is not None:
         yield batch.rest(), (used, 0)
+    if lost is not None:
+        raise lost

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,15 +10,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from tensordict import is_tensor_collection
 from torch.utils.data import Dataset
 
 from tdio.data.cache import RowCache
 from tdio.data.collate import tensordict_collate
 from tdio.data.windows import Windows
-from tdio.errors import EntryNotFound, IndexOutOfRange, InvalidIndex
+from tdio.errors import EntryNotFound, IndexOutOfRange, InvalidIndex, UnsupportedValue
 from tdio.layout.paths import Key, below, key_of, path_of
 from tdio.store import LazyStackedTensorDictStore, TensorDictStore, open_store
 from tdio.store.reader import read
+
+log = logging.getLogger("tdio")
 
 
 class StoreDataset(Dataset[Any]):
@@ -32,12 +36,15 @@ class StoreDataset(Dataset[Any]):
         store: an open store; or None, and ``td_id=`` says which.
         td_id: id of a store of either kind.
         keys: the leaves (or nested tensordicts) to read; None reads all.
-        transform: called with each batch that ``__getitems__`` returns and each sample that
-            ``__getitem__`` returns.
+        transform: called with each batch that ``__getitems__`` reads and each sample that
+            ``__getitem__`` reads. Of a batch it makes another tensordict or tensorclass: whatever
+            else it returned would be taken apart by the default collate of a ``DataLoader``. To
+            make tuples or tensors of a batch, pass ``collate_fn=``, which is handed the batch.
         device: device of the batches; None takes that of the store.
         window: samples are windows of so many steps, T, of the elements of a ragged store: along
             the first dim of their entries, ``[B, T, *]`` in a batch, only their bytes are read.
-            Elements with fewer steps have no windows. Entries that are not ragged come whole.
+            Elements with fewer steps have no windows; where no element has any, the log has a
+            warning. Entries that are not ragged come whole.
         stride: steps from one window to the next; None takes ``window``: they do not overlap.
         key: which entries to take windows of, one or a list; None takes the ragged ones. They
             have the same number of steps in each element.
@@ -119,6 +126,12 @@ class StoreDataset(Dataset[Any]):
             raise TypeError("stride= and key= come with window=")
         if window is not None:
             self._windows = Windows(self._handle, self._paths, window, stride, key, self._prefix)
+            if not len(self._windows):
+                log.warning(
+                    "%s has no windows: none of its elements has %d steps",
+                    self._handle.location,
+                    window,
+                )
         if cache_dir is not None:
             self._cache = RowCache(self._handle, self._paths, cache_dir, cache_bytes)
 
@@ -171,7 +184,9 @@ class StoreDataset(Dataset[Any]):
             try:
                 index = index.__index__()
             except (AttributeError, TypeError):
-                raise InvalidIndex(f"{index!r} is not a whole number or a slice") from None
+                raise InvalidIndex(
+                    f"{index!r} is not a whole number or a slice; __getitems__ takes a list of them"
+                ) from None
             if not -len(self) <= index < len(self):
                 raise IndexOutOfRange(f"index {index} of a dataset of {len(self)} elements")
         return self._read(index)
@@ -188,11 +203,20 @@ class StoreDataset(Dataset[Any]):
 
         Raises:
             IndexOutOfRange: an index outside ``[-len, len)``; nothing was read.
+            InvalidIndex: not a list of whole numbers.
+            UnsupportedValue: ``transform`` returned something else than a tensordict.
         """
         positions = np.asarray(indices)
         if positions.ndim != 1 or (len(positions) and positions.dtype.kind not in "iu"):
             raise InvalidIndex("a batch is asked for by a list of whole numbers")
-        return self._read(torch.from_numpy(positions.astype(np.int64, copy=False)))
+        batch = self._read(torch.from_numpy(positions.astype(np.int64, copy=False)))
+        if self.transform is not None and not is_tensor_collection(batch):
+            raise UnsupportedValue(
+                f"transform= made {type(batch).__name__} of a batch, which a DataLoader would take "
+                "for a list of samples: return a tensordict, and do the rest in collate_fn=, which "
+                "is handed the batch and may return anything"
+            )
+        return batch
 
     def _read(self, index: Any) -> Any:
         if self._windows is None and self._cache is None:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from tensordict import TensorDict, is_tensor_collection
@@ -22,7 +22,18 @@ from tdio.transport.ahead import Ahead
 
 log = logging.getLogger("tdio")
 
-STATE_VERSION = 1
+STATE_VERSION = 2
+
+
+class Position(NamedTuple):
+    """How far a stream was read: tensordicts used up, rows of the next one, items yielded."""
+
+    yielded: int
+    rows: int
+    items: int
+
+
+_START = Position(0, 0, 0)
 
 
 class PipeStream(IterableDataset[Any]):
@@ -44,7 +55,7 @@ class PipeStream(IterableDataset[Any]):
         prefetch: how many tensordicts are received ahead, at least 1; small ones up to 1 MiB in
             total. Each producer may have received one more. When that is full producers wait.
         rebatch: regroup the rows (dim 0) into batches of so many, the last one smaller.
-        max_items: end after so many items.
+        max_items: end after so many items, those before a resume among them.
         timeout: for how many seconds to wait for an item, of whichever producer; None for ever.
         on_lost: what to do when a producer dies, sends garbage, or is silent for as long as its
             pipe allows: ``"raise"`` the error, after what had arrived, or ``"continue"`` with the
@@ -57,6 +68,7 @@ class PipeStream(IterableDataset[Any]):
         lost: how many producers were lost so far; in the process that iterates.
 
     Raises:
+        TypeError: ``pipes`` are no ``TensorDictPipe``.
         ValueError: a number below 1, no pipe, or ``resumable`` with several producers.
 
     While iterating:
@@ -106,6 +118,12 @@ class PipeStream(IterableDataset[Any]):
         if on_lost not in ("raise", "continue"):
             raise ValueError(f"on_lost is {on_lost!r}; it must be 'raise' or 'continue'")
         first = pipes[0]
+        for pipe in pipes:
+            if not isinstance(pipe, TensorDictPipe | Source):
+                raise TypeError(
+                    f"PipeStream takes pipes, PipeStream(a, b), not {type(pipe).__name__}; use "
+                    "PipeStream.connect(host, port) or PipeStream.serve(port) for an address"
+                )
         source = first if isinstance(first, Source) else Live(pipes)  # type: ignore[arg-type]
         if resumable and source.count > 1:
             raise ValueError(
@@ -118,8 +136,8 @@ class PipeStream(IterableDataset[Any]):
         self._device, self._resumable = device, resumable
         self.lost = 0
         #: Where the next pass begins: set by load_state_dict, for one pass.
-        self._begin: tuple[int, int] | None = None
-        self._position = (0, 0)
+        self._begin: Position | None = None
+        self._position = _START
 
     @classmethod
     def connect(
@@ -222,23 +240,24 @@ class PipeStream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         """Begin a pass; see the class."""
         self._source.check()
-        begin, self._begin = self._begin or (0, 0), None
+        begin, self._begin = self._begin or _START, None
         self._position = begin
         return self._pass(begin)
 
-    def _pass(self, begin: tuple[int, int]) -> Iterator[Any]:
-        fan = FanIn(self._source, self._device, self._lose, begin[0] if self._resumable else None)
+    def _pass(self, begin: Position) -> Iterator[Any]:
+        resume_at = begin.yielded if self._resumable else None
+        left = None if self._max_items is None else max(0, self._max_items - begin.items)
+        fan = FanIn(self._source, self._device, self._lose, resume_at)
         ahead = Ahead(fan.run, self._prefetch)
         try:
             items = self._received(ahead, fan)
             counted = self._counted(items, begin)
-            for item, position in islice(counted, self._max_items):
+            for item, position in islice(counted, left):
                 self._position = position
                 yield item
                 # Kept here it would not be free before the next one is there.
                 del item
-            if fan.ended:
-                self._position = (0, 0)
+            self._position = _START
         finally:
             ahead.close()
 
@@ -248,24 +267,22 @@ class PipeStream(IterableDataset[Any]):
             try:
                 td = ahead.get(self._timeout_s, fan.waiting_for)
             except EndOfStream:
-                fan.ended = True
                 return
             yield td
             if recycle:
                 fan.spare.append(td)
             del td
 
-    def _counted(
-        self, items: Iterator[Any], begin: tuple[int, int]
-    ) -> Iterator[tuple[Any, tuple[int, int]]]:
-        """Yield items with the position after each: tensordicts used up, rows of the next."""
+    def _counted(self, items: Iterator[Any], begin: Position) -> Iterator[tuple[Any, Position]]:
+        """Yield items with the position after each."""
         if self._rebatch is None:
-            for used, item in enumerate(items, begin[0] + 1):
-                yield item, (used, 0)
+            for used, item in enumerate(items, 1):
+                yield item, Position(begin.yielded + used, 0, begin.items + used)
                 del item
         else:
-            for item, (used, rows) in regroup(items, self._rebatch, begin[1]):
-                yield item, (begin[0] + used, rows)
+            batches = regroup(items, self._rebatch, begin.rows)
+            for number, (item, (used, rows)) in enumerate(batches, 1):
+                yield item, Position(begin.yielded + used, rows, begin.items + number)
                 del item
 
     def _lose(self, who: str, error: TdioError) -> None:
@@ -281,12 +298,11 @@ class PipeStream(IterableDataset[Any]):
 
         Returns:
             ``yielded``: how many tensordicts were used up; ``rows``: with ``rebatch``, how many
-            rows of the next one were. Zeros before a pass, and after one that came to its end.
-            In a worker of a ``DataLoader`` the worker's stream counts: use a
-            ``StatefulDataLoader``, which asks it.
+            rows of the next one were; ``items``: how many items that made. Zeros before a pass,
+            and after one that came to its end. In a worker of a ``DataLoader`` the worker's stream
+            counts: use a ``StatefulDataLoader``, which asks it.
         """
-        yielded, rows = self._begin or self._position
-        return {"version": STATE_VERSION, "yielded": yielded, "rows": rows}
+        return {"version": STATE_VERSION, **(self._begin or self._position)._asdict()}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Begin the next pass where ``state`` was taken.
@@ -298,17 +314,17 @@ class PipeStream(IterableDataset[Any]):
             StateMismatch: the state is none of a stream, or this stream cannot go back there: a
                 live stream is not replayed, only a producer can begin later (``resumable=True``).
         """
-        numbers = [state.get(name) for name in ("version", "yielded", "rows")]
+        numbers = [state.get(name) for name in ("version", *Position._fields)]
         if numbers[0] != STATE_VERSION or not all(type(n) is int and n >= 0 for n in numbers):
             raise StateMismatch(f"{state!r} is no state of a PipeStream of version {STATE_VERSION}")
-        begin = (state["yielded"], state["rows"])
+        begin = Position(*(state[name] for name in Position._fields))
         if any(begin) and not self._resumable:
             raise StateMismatch(
-                f"{begin[0]} tensordicts were yielded, and a live stream cannot be replayed: pass "
-                "resumable=True, and let the producer call tdio.resume_position(pipe) and begin "
-                "there"
+                f"{begin.yielded} tensordicts were yielded, and a live stream cannot be replayed: "
+                "pass resumable=True, and let the producer call tdio.resume_position(pipe) and "
+                "begin there"
             )
-        if begin[1] and self._rebatch is None:
+        if begin.rows and self._rebatch is None:
             raise StateMismatch("the state is of a stream with rebatch=, this one has none")
         self._begin = begin
 

@@ -1,6 +1,7 @@
 """Shipped conformance suites: what a backend, a pipe or a resumable loader must pass.
 
-They are classes of pytest tests: subclass one and say what is tested. Needs pytest.
+For a store, classes of pytest tests: subclass one and say what is tested. For what resumes,
+functions: call one with what makes a loader or a node. Needs pytest.
 """
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 pytest.register_assert_rewrite("tdio.testing._samples", "tdio.testing.reads", "tdio.testing.stores")
 
 from tdio.testing.reads import StoreReadTests  # noqa: E402
+from tdio.testing.resume import run_node_resume_test, run_resume_test  # noqa: E402
 from tdio.testing.stores import StoreTests  # noqa: E402
 
-__all__ = ["StoreReadTests", "StoreTests"]
+__all__ = ["StoreReadTests", "StoreTests", "run_node_resume_test", "run_resume_test"]
