@@ -1,9 +1,12 @@
 """What a pipe does when the other end, or the connection, misbehaves: over a pair in memory."""
 
 import asyncio
+import contextlib
 import gc
 import json
 import logging
+import subprocess
+import sys
 import threading
 import warnings
 
@@ -11,7 +14,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from tdio import TensorDictPipe, recv_tensordict
+from tdio import TensorDictPipe, TensorDictServer, recv_tensordict
 from tdio.errors import (
     AuthenticationFailed,
     EndOfStream,
@@ -378,3 +381,77 @@ def test_cuda_tensordicts_pack_and_unpack_on_the_device():
             got = incoming.finish()
             assert got["a"].is_cuda is (device is None)
             assert torch.equal(got["a"].cpu(), td["a"].cpu())
+
+
+def test_a_cancelled_receive_loses_nothing():
+    """Whatever its call does besides: nothing is awaited once the tensordict is there."""
+
+    async def work():
+        a, b, _, _ = pair()
+        for i in range(200):
+            await a.asend(TensorDict(i=torch.tensor(i)))
+        got = []
+        while len(got) < 200:
+            task = asyncio.ensure_future(b.arecv())
+            await asyncio.sleep(0)
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                got.append(int((await task)["i"]))
+        assert got == list(range(200))
+        drop(a, b)
+
+    run(work())
+
+
+def test_a_cancelled_send_was_not_sent():
+    async def work():
+        a, b, _, _ = pair()
+        sent = []
+        for i in range(200):
+            task = asyncio.ensure_future(a.asend(TensorDict(i=torch.tensor(i))))
+            await asyncio.sleep(0)
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+                sent.append(i)
+        got = [int((await b.arecv())["i"]) for _ in sent]
+        assert got == sent
+        drop(a, b)
+
+    run(work())
+
+
+def test_options_are_checked_before_anybody_is_waited_for():
+    for make in (
+        lambda **options: TensorDictPipe.listen_sync(0, timeout=20, **options),
+        lambda **options: TensorDictPipe.connect_sync("127.0.0.1", 9, timeout=20, **options),
+        lambda **options: run(TensorDictPipe.listen(0, timeout=60, **options)),
+        lambda **options: run(TensorDictPipe.connect("127.0.0.1", 9, timeout=60, **options)),
+        lambda **options: TensorDictServer(0, **options),
+    ):
+        with pytest.raises(TypeError, match="nonsense"):
+            make(nonsense=1)
+        with pytest.raises(ValueError, match="on_error"):
+            make(on_error="ignore")
+        with pytest.raises(ValueError, match="empty"):
+            make(auth_key=b"")
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_a_pipe_whose_arguments_were_refused_is_no_open_one():
+    with pytest.raises(TypeError):
+        TensorDictPipe(memory_pair()[0], nonsense=1)
+    gc.collect()
+
+
+def test_an_interpreter_that_ends_with_an_open_pipe_says_nothing():
+    code = (
+        "from tdio import TensorDictPipe\n"
+        "from tdio.transport.memory import memory_pair\n"
+        "a, b = map(TensorDictPipe, memory_pair())\n"
+        "import builtins; builtins.kept = a, b\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0
+    assert "Traceback" not in ended.stderr
+    assert "Exception ignored" not in ended.stderr

@@ -927,3 +927,21 @@ def test_accepting_gives_up_at_its_limit_although_a_client_is_silent(child, list
     with pytest.raises(PipeTimeout, match="within 2 s"):
         listener.accept(2)
     assert time.monotonic() - began < 4.5
+
+
+def test_a_wait_that_is_cancelled_has_not_seen_what_it_waited_for(child, listener):
+    """Else who cancels a receive loses what has arrived."""
+    child(echo, listener.port)
+    endpoint = listener.accept(20)
+
+    async def main():
+        seen = []
+        await asyncio.sleep(0.01)
+        task = asyncio.ensure_future(endpoint.wait_async(lambda: not seen.append(True), 20))
+        await asyncio.sleep(0)
+        task.cancel()
+        (outcome,) = await asyncio.gather(task, return_exceptions=True)
+        assert (outcome is None) == bool(seen)
+
+    asyncio.run(main())
+    endpoint.close()

@@ -36,6 +36,7 @@ from tdio.transport.ucx_handshake import (
     new_endpoint,
     place,
 )
+from tdio.transport.ucx_hush import hush
 from tdio.transport.ucx_worker import Worker
 
 __all__ = ["Listener", "adopt", "connect", "connect_async", "listen"]
@@ -332,7 +333,7 @@ class Listener:
         if worker is None or not worker.usable:
             return
         if self._listener is not None:
-            worker.settle()
+            hush(self.host, self.port, worker.settle)
             while self._requests:
                 worker.api.listener_reject(self._listener, self._requests.popitem(last=False)[0])
             worker.api.listener_destroy(self._listener)
