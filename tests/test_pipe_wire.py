@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from tdio.errors import ProtocolError
+from tdio.errors import ProtocolError, UnsupportedValue
 from tdio.pipe.incoming import Incoming
 from tdio.pipe.outgoing import Packer
 from tdio.pipe.tree import describe, plain
@@ -170,6 +170,62 @@ def test_any_bytes_are_metadata_or_a_protocol_error(raw):
             parse()
         except ProtocolError:
             pass
+
+
+FIELDS = ["cls", "non_tensors", "leaves", "cls_metadata", "size", "_total_bytes", "_device"]
+
+
+@pytest.mark.parametrize("consolidate", [False, True])
+@pytest.mark.parametrize("name", FIELDS)
+def test_entries_with_the_names_of_fields_arrive(name, consolidate):
+    """As a nested tensordict, a leaf and a value, at the top and below."""
+    from tdio import TensorDictPipe
+    from tdio.testing._pipe_kinds import check_same
+
+    inner = TensorDict(x=torch.arange(3.0), v="inner")
+    sent = [
+        TensorDict({name: inner, "a": torch.ones(2), "v": "text"}),
+        TensorDict({"n": TensorDict({name: TensorDict(x=torch.ones(2), cls=torch.ones(1))})}),
+        TensorDict({name: torch.arange(4)}),
+        TensorDict({name: "value", "a": torch.ones(1)}),
+        TensorDict({"n": TensorDict({name: "value"}), "a": torch.ones(1)}),
+    ]
+    pipe, reader = map(TensorDictPipe, memory_pair())
+    for td in sent:
+        if consolidate:
+            try:
+                td = td.consolidate(metadata=True)
+            except (TypeError, KeyError, RuntimeError, AttributeError):
+                continue  # tensordict cannot
+        for _ in range(3):
+            pipe.send(td)
+            check_same(reader.recv(), td)
+        pipe.send(td)
+        check_same(reader.recv(keep=True), td)
+    pipe._drop()
+    reader._drop()
+
+
+@pytest.mark.parametrize("part", ["<NJT_VALUES>", "<NJT_LENGTHS>", "<NJT_OFFSETS>"])
+def test_a_plain_leaf_with_the_name_of_a_jagged_part(part):
+    from tdio import TensorDictPipe
+
+    td = TensorDict({"n": TensorDict({f"{part}x": torch.ones(2)})})
+    ends = memory_pair()
+    pipe, reader = map(TensorDictPipe, ends)
+    with pytest.raises(UnsupportedValue, match=part):
+        pipe.send(td)
+    assert ends[0].sent == []
+    pipe.send(TensorDict(a=torch.ones(1)))
+    assert reader.recv()["a"].tolist() == [1]
+    pipe._drop()
+    reader._drop()
+    ends = memory_pair()
+    pipe, reader = (TensorDictPipe(end, consolidated=False) for end in ends)
+    pipe.send(td)
+    assert reader.recv()["n", f"{part}x"].tolist() == [1, 1]
+    pipe._drop()
+    reader._drop()
 
 
 def leaf(dtype, shape, start, stop, pad):

@@ -795,7 +795,7 @@ def test_ucxx_can_connect_over_ipv6(child):
 def _come_and_go(port):
     while True:
         try:
-            ucx.connect("127.0.0.1", port, 0.15).close()
+            ucx.connect("127.0.0.1", port, 20).close()
         except (PipeTimeout, PeerLost, ProtocolError):
             pass
 

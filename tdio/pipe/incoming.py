@@ -9,12 +9,30 @@ import torch
 from tdio._td import tensorclass_named
 from tdio.errors import ProtocolError
 from tdio.pipe.outgoing import synchronize
-from tdio.pipe.rebuild import check_offsets, is_markable, metadata_of, rebuild, td_of_leaves
+from tdio.pipe.rebuild import (
+    check_offsets,
+    has_reserved,
+    is_markable,
+    metadata_of,
+    rebuild,
+    td_of_leaves,
+)
 from tdio.pipe.tree import describe, plain
 from tdio.wire.frames import ESCAPED
 from tdio.wire.pipe import Sink
 from tdio.wire.pipe_leaves import LeavesHeader, parse_leaves
 from tdio.wire.pipe_schema import JAGGED, STACKS, Level, Schema, parse_schema
+
+#: How torch and tensordict refuse what does not fit together.
+_UNFIT = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    AssertionError,
+)
 
 
 class Incoming(Sink):
@@ -64,13 +82,15 @@ class Incoming(Sink):
     def target(self) -> torch.Tensor:
         """Return the storage that the next message is received into."""
         into, built = self._into, self._built
+        assert self._schema is not None
         if into is not None and (built is None or into is not built.td) and self._fits(into):
             storage: torch.Tensor = plain(into)._consolidated["storage"]
             if self._storage is None and not self._keep:
                 # As in tensordict's pipe: what the first message of a schema is received into is
                 # what the next ones are.
                 self._storage = storage
-                self._built = _Built.of(into, self._metadata(storage.device))
+                expected = self._metadata(storage.device)
+                self._built = _Built.of(into, expected, self._schema.root)
             self._filled = into
             return storage
         self._filled = None
@@ -156,7 +176,7 @@ class Incoming(Sink):
             synchronize(buffers[0].device)
         try:
             return td_of_leaves(header, buffers)
-        except (RuntimeError, ValueError, TypeError, KeyError) as error:
+        except _UNFIT as error:
             raise ProtocolError(
                 f"{self._where} sent leaves that make no tensordict: {error}"
             ) from error
@@ -174,8 +194,9 @@ def _views(
 ) -> tuple[Any, dict[str, Any] | None]:
     """Return the tensordict of views of ``storage``, and its mark. Raises ProtocolError."""
     try:
-        td = rebuild(root, storage, metadata_of(root, storage.device), None, marked)
-    except (RuntimeError, ValueError, TypeError, KeyError) as error:
+        mark = "/" if has_reserved(root) else ""
+        td = rebuild(root, storage, metadata_of(root, storage.device), None, marked, mark)
+    except _UNFIT as error:
         raise ProtocolError(f"{where} sent metadata that makes no tensordict: {error}") from error
     return td, plain(td).__dict__.get("_consolidated") if marked else None
 
@@ -183,25 +204,27 @@ def _views(
 class _Built:
     """A tensordict that was handed out, and how to see whether it is still what it was."""
 
-    def __init__(self, td: Any, state: dict[str, Any] | None, expected: dict[str, Any]):
+    def __init__(
+        self, td: Any, state: dict[str, Any] | None, expected: dict[str, Any], root: Level
+    ):
         self.td = td
         self._state = state
         self._expected = expected
         self._inner = plain(td)
         self._device = self._inner.device
         # A stack can grow without a mark, and values are shared with the metadata: look closer.
-        self._key = describe(self._inner)[0] if _needs_a_look(expected) else None
+        self._key = describe(self._inner)[0] if _needs_a_look(root) else None
 
     @classmethod
     def new(cls, root: Level, storage: torch.Tensor, marked: bool, where: str) -> _Built:
         """Build the views of ``storage``. Raises ProtocolError."""
         td, state = _views(root, storage, marked, where)
-        return cls(td, state, metadata_of(root, storage.device))
+        return cls(td, state, metadata_of(root, storage.device), root)
 
     @classmethod
-    def of(cls, td: Any, expected: dict[str, Any]) -> _Built:
+    def of(cls, td: Any, expected: dict[str, Any], root: Level) -> _Built:
         """Take a tensordict of the caller, whose metadata is as expected."""
-        return cls(td, plain(td).__dict__["_consolidated"], expected)
+        return cls(td, plain(td).__dict__["_consolidated"], expected, root)
 
     def intact(self) -> bool:
         """Whether the leaves are still views of the storage, under their names."""
@@ -213,14 +236,8 @@ class _Built:
         return self._key is None or bool(describe(td)[0] == self._key)
 
 
-def _needs_a_look(metadata: dict[str, Any]) -> bool:
-    if metadata["cls"] in STACKS or metadata["non_tensors"]:
-        return True
-    return any(
-        _needs_a_look(level)
-        for level in metadata.values()
-        if type(level) is dict and "cls_metadata" in level
-    )
+def _needs_a_look(root: Level) -> bool:
+    return any(level.cls in STACKS or level.non_tensors for level in root.walk())
 
 
 def _check_classes(root: Level, where: str) -> None:

@@ -117,7 +117,7 @@ class Packer:
             return None
         schema = _outgoing(_identity(metadata), storage.nbytes, storage.device)
         parcel = Parcel([storage], schema, nbytes=schema.nbytes)
-        return _Whole(copy.deepcopy(metadata), schema, _holds_values(metadata), parcel)
+        return _Whole(copy.deepcopy(metadata), schema, tree.holds_values, parcel)
 
     def _gather(self, td: Any) -> Parcel:
         key, leaves = describe(td)
@@ -134,17 +134,6 @@ class Packer:
         buffer = torch.zeros(tree.nbytes, dtype=torch.uint8, device=device)
         views = [slot.view(buffer) for slot in tree.slots]
         return _Gathered(key, schema, views, Parcel([buffer], schema, nbytes=tree.nbytes))
-
-
-def _holds_values(metadata: dict[str, Any]) -> bool:
-    """Whether there are non-tensor values anywhere below."""
-    if metadata["non_tensors"]:
-        return True
-    return any(
-        _holds_values(level)
-        for level in metadata.values()
-        if type(level) is dict and "cls" in level
-    )
 
 
 def outgoing_of(tree: Tree, device: torch.device, tdio_peer: bool) -> Outgoing:

@@ -16,16 +16,25 @@ from tdio.wire.pipe_schema import JAGGED, RESERVED, STACKS, Leaf, Level
 
 def is_markable(root: Level) -> bool:
     """Whether tensordict could rebuild this from metadata of its own form."""
-    for level in root.walk():
-        if RESERVED & level.levels.keys():
-            return False
-        if any(leaf.slot.dtype not in REBUILDABLE for leaf in level.leaves.values()):
-            return False
-    return True
+    return not has_reserved(root) and all(
+        leaf.slot.dtype in REBUILDABLE for level in root.walk() for leaf in level.leaves.values()
+    )
 
 
-def metadata_of(level: Level, device: torch.device) -> dict[str, Any]:
-    """Return the metadata of a tensordict whose storage lies on ``device``."""
+def has_reserved(root: Level) -> bool:
+    """Whether a nested level has the name of a field of the metadata."""
+    return any(RESERVED & level.levels.keys() for level in root.walk())
+
+
+def metadata_of(root: Level, device: torch.device) -> dict[str, Any]:
+    """Return the metadata of a tensordict whose storage lies on ``device``.
+
+    It is in tensordict's form, where that can hold it; else with "/" before the nested names.
+    """
+    return _metadata(root, device, "/" if has_reserved(root) else "")
+
+
+def _metadata(level: Level, device: torch.device, mark: str) -> dict[str, Any]:
     own: dict[str, Any]
     if level.cls in STACKS:
         own = {"stack_dim": level.stack_dim, "stack_dim_name": level.stack_name}
@@ -44,7 +53,7 @@ def metadata_of(level: Level, device: torch.device) -> dict[str, Any]:
         "non_tensors": values,
         "leaves": {name: leaf.item for name, leaf in level.leaves.items()},
         "cls_metadata": {**own, "is_locked": level.locked},
-        **{name: metadata_of(below, device) for name, below in level.levels.items()},
+        **{mark + name: _metadata(below, device, mark) for name, below in level.levels.items()},
     }
 
 
@@ -54,8 +63,11 @@ def rebuild(
     metadata: dict[str, Any],
     parent: dict[str, Any] | None,
     marked: bool,
+    mark: str = "",
 ) -> Any:
     """Return the tensordict of a level, its leaves views of ``storage``.
+
+    ``mark`` is what the names of nested levels have before them in ``metadata``.
 
     It is marked as consolidated in tensordict's way: it pickles and moves as one storage.
     """
@@ -75,7 +87,7 @@ def rebuild(
             name = name.removeprefix("<NJT_OFFSETS>")
             source[name] = _jagged(level, name, leaf, storage)
     for name, below in level.levels.items():
-        source[name] = rebuild(below, storage, metadata.get(name, {}), state, marked)
+        source[name] = rebuild(below, storage, metadata[mark + name], state, marked, mark)
     td = _assemble(level, source, storage.device)
     inner = td._tensordict if tensorclass_named(level.cls) else td
     if marked:

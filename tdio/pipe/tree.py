@@ -22,7 +22,7 @@ from tdio._td import (
 from tdio.errors import UnsupportedValue
 from tdio.layout.buffers import Slot
 from tdio.layout.dtypes import dtype_name
-from tdio.wire.pipe_schema import RESERVED, STACKS
+from tdio.wire.pipe_schema import JAGGED, RESERVED, STACKS
 
 _is_class: Any = lru_cache(_is_tensorclass)
 
@@ -128,6 +128,7 @@ class Tree:
         nbytes: the size of the storage.
         reserved: nested names that are fields of the metadata too.
         foreign: dtypes that tensordict cannot read back.
+        holds_values: whether there are non-tensor values.
     """
 
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -135,6 +136,7 @@ class Tree:
     nbytes: int = 0
     reserved: list[str] = field(default_factory=list)
     foreign: set[torch.dtype] = field(default_factory=set)
+    holds_values: bool = False
     _items: list[tuple[dict[str, Any], str]] = field(default_factory=list)
 
     def add(self, leaves: dict[str, Any], name: str, tensor: Any, ragged: int | None) -> None:
@@ -193,6 +195,7 @@ def _level(tree: Tree, td: Any, owner: Any) -> dict[str, Any]:
         kind = _kind(value)
         if kind == "value":
             _json(name, value.data)
+            tree.holds_values = True
             device = None if value.device is None else str(value.device)
             values[name] = (value.data, list(value.batch_size), device)
         elif kind == "unbatched":
@@ -201,6 +204,11 @@ def _level(tree: Tree, td: Any, owner: Any) -> dict[str, Any]:
             for part, tensor, ragged in _parts(name, value):
                 tree.add(leaves, part, tensor, ragged)
         elif kind == "leaf":
+            if name.startswith(JAGGED):
+                raise UnsupportedValue(
+                    f"the entry {name!r} has the name of a part of a jagged tensor; rename it, or "
+                    "use consolidated=False"
+                )
             tree.add(leaves, name, value, None)
         else:
             if name in RESERVED:
