@@ -110,6 +110,61 @@ def test_what_cannot_be_stacked():
             collate_stack(bad)
 
 
+def deep(i, steps=3):
+    nested = TensorDict(
+        y=torch.full((steps, 2), i), w=NonTensorData(f"w{i}", batch_size=[steps]),
+        batch_size=[steps], names=["time"],
+    )  # fmt: skip
+    step = Step(a=torch.full((4, 1), i), word=f"s{i}", batch_size=[4])
+    return TensorDict(x=torch.arange(2.0) + i, n=nested, step=step, empty=TensorDict())
+
+
+def check_deep(batch):
+    assert batch.batch_size == (2,) and batch["n"].batch_size == (2, 3)
+    assert batch["n"].names == [None, "time"] and batch["step"].batch_size == (2, 4)
+    assert isinstance(batch["step"], Step) and set(batch["empty"].keys()) == set()
+    for i in range(2):
+        assert (batch[i]["n"] == deep(i)["n"]).all()
+        assert [list(row) for row in batch["n", "w"]] == [["w0"] * 3, ["w1"] * 3]
+        assert (batch[i]["step"].a == i).all()
+
+
+def test_nested_batch_sizes_and_names():
+    batch = collate_stack([deep(0), deep(1)])
+    check_deep(batch)
+    assert batch.is_consolidated() and len(storages(batch)) == 1
+    check_deep(pickle.loads(pickle.dumps(batch)))
+    check_deep(tensordict_collate([deep(0), deep(1)]))
+    # Also beside entries that are padded; where one of its own is, its first dim is none.
+    check_deep(collate_pad([deep(0), deep(1)], keys=["x"]))
+    check_deep(collate_nested([deep(0), deep(1)], keys=["x"]))
+    padded = collate_pad([deep(0), deep(1, 2)], keys=["x", ("n", "y")])
+    assert padded["n"].batch_size == (2,) and padded["n", "y"].shape == (2, 3, 2)
+    assert padded["step"].batch_size == (2, 4)
+    named = TensorDict(x=torch.zeros(2), batch_size=[2], names=["time"])
+    assert collate_stack([named, named]).names == [None, "time"]
+    flat = deep(0)
+    flat["n"] = TensorDict(y=flat["n", "y"], w=NonTensorData("w0"))
+    with pytest.raises(errors.EntryMismatch, match="batch size of 'n'"):
+        collate_stack([deep(0), flat])
+
+
+@pytest.mark.parametrize(
+    "collate", [collate_stack, tensordict_collate, collate_pad, collate_nested]
+)
+def test_samples_that_are_not_alike(collate):
+    full = TensorDict(x=torch.zeros(2), word="a", n=TensorDict(y=torch.zeros(2)), e=TensorDict())
+    for key in ("x", "word", "n", "e"):
+        for samples, lacks in (([full.exclude(key), full], 0), ([full, full.exclude(key)], 1)):
+            with pytest.raises(errors.EntryMismatch, match=f"'{key}.*sample {lacks} has not"):
+                collate(samples)
+    other = full.clone().set("x", torch.zeros(2, dtype=torch.int64))
+    with pytest.raises(errors.EntryMismatch, match="'x' is torch.float32 in sample 0"):
+        collate([full, full, other])
+    with pytest.raises(errors.EntryMismatch, match="'x' is a value in sample 0"):
+        collate([full.clone().set("x", NonTensorData("text")), full])
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_pad(side):
     samples = [episode(n) for n in LENGTHS]
@@ -148,8 +203,27 @@ def test_pad_refuses():
         collate_pad([episode(2), episode(3)], keys=["x"])
     with pytest.raises(errors.EntryMismatch, match="'x'"):
         collate_pad([TensorDict(x=torch.zeros(2, 3)), TensorDict(x=torch.zeros(2, 4))])
-    with pytest.raises(errors.EntryMismatch, match="mask"):
-        collate_pad([TensorDict(mask=torch.zeros(2))])
+    for taken in (torch.zeros(2), torch.tensor(0), TensorDict(x=torch.zeros(1)), "text"):
+        with pytest.raises(errors.EntryMismatch, match=r"'mask'\]: give other names by mask="):
+            collate_pad([TensorDict(mask=taken, x=torch.zeros(2))])
+    with pytest.raises(ValueError, match="both 'm'"):
+        collate_pad([episode(2)], mask="m", lengths="m")
+    for settings in (
+        {"padding_value": {"nope": 1}}, {"padding_side": {("deep", "nope"): "left"}},
+        {"padding_value": {"goal": 1}},
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"{next(iter(settings))}= names .*but padded are"):
+            collate_pad([episode(2)], keys=["x", ("deep", "r")], **settings)
+    for side in ("up", {"x": "Left"}, None):
+        with pytest.raises(ValueError, match="padding_side is"):
+            collate_pad([episode(2)], padding_side=side)
+
+
+@pytest.mark.parametrize("collate", [collate_pad, collate_nested])
+def test_an_empty_batch(collate):
+    for batch in (TensorDict(x=torch.zeros(0, 3), batch_size=[0]), TensorDict(x=torch.zeros(3))):
+        with pytest.raises(ValueError, match="no samples"):
+            collate(batch)
 
 
 def test_nested():

@@ -10,12 +10,12 @@ from tensordict import (
     LazyStackedTensorDict,
     NonTensorStack,
     TensorDict,
-    TensorDictBase,
     is_tensor_collection,
 )
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data._utils.collate import default_collate_fn_map
 
+from tdio._td import _is_leaf_nontensor, is_non_tensor
 from tdio.data.batches import flat_leaves, one_storage, stack_leaves
 from tdio.errors import EntryMismatch, EntryNotFound
 from tdio.layout.paths import SEPARATOR, Key, path_of
@@ -60,10 +60,12 @@ def collate_stack(batch: Any) -> Any:
         batch: as in ``tensordict_collate``.
 
     Returns:
-        A TensorDict or tensorclass ``[B, *]`` whose leaves share one storage.
+        A TensorDict or tensorclass ``[B, *]`` whose leaves share one storage. Nested tensordicts
+        keep their batch sizes and names, behind B.
 
     Raises:
-        EntryMismatch: samples differ in the shape of an entry, or in their entries.
+        EntryMismatch: samples differ in their entries, in the shape or dtype of one, or in the
+            batch size of a nested tensordict.
         TypeError: not a batch.
 
     Example:
@@ -77,20 +79,31 @@ def collate_stack(batch: Any) -> Any:
     if is_tensor_collection(batch) and not isinstance(batch, LazyStackedTensorDict):
         return one_storage(batch)
     samples = _samples(batch)
+    columns = _columns(samples)
+    if columns is not None:
+        return stack_leaves(columns, samples[0], len(samples))
+    _check_alike(samples)
     for path, shapes in _differing(samples).items():
         raise EntryMismatch(
             f"the samples differ in the shape of {path!r} ({shapes[0]} and {shapes[1]}), so they "
             "cannot be stacked; use collate_pad, collate_nested or collate_lazy"
         )
+    return one_storage(_combine(samples, set(), lambda path, leaves: torch.stack(leaves)))
+
+
+def _columns(samples: list[Any]) -> dict[str, list[torch.Tensor]] | None:
+    """Return the leaves of all samples by path, or None where these do not say it all."""
     flats = [flat_leaves(sample) for sample in samples]
-    first = flats[0]
-    if first is not None and all(
-        flat is not None and flat.keys() == first.keys() for flat in flats
-    ):
-        columns = {path: [flat[path] for flat in flats] for path in first}  # type: ignore[index]
-        if all(leaf.dtype == c[0].dtype for c in columns.values() for leaf in c):
-            return stack_leaves(columns, samples[0], len(samples))
-    return one_storage(_combine(samples, lambda path, leaves: torch.stack(leaves)))
+    first, size = flats[0], samples[0].batch_size
+    for flat, sample in zip(flats, samples, strict=True):
+        if first is None or flat is None or flat.keys() != first.keys():
+            return None
+        if sample.batch_size != size:
+            return None
+        for path, leaf in flat.items():
+            if leaf.shape != first[path].shape or leaf.dtype != first[path].dtype:
+                return None
+    return {path: [flat[path] for flat in flats] for path in first or ()}  # type: ignore[index]
 
 
 def collate_lazy(batch: Any) -> Any:
@@ -137,8 +150,8 @@ def collate_pad(
         batch: as in ``tensordict_collate``.
         keys: the entries to pad (``dataset.ragged_keys``); None: all that have such a dim.
             Others are stacked.
-        padding_value: one for all, or one for each key (0 for those left out).
-        padding_side: ``"right"`` or ``"left"``; one for all, or one for each key.
+        padding_value: one for all, or one for each padded key (0 for those left out).
+        padding_side: ``"right"`` or ``"left"``; one for all, or one for each padded key.
         mask: name of the nested tensordict of masks, bool ``[B, *, T]``, True where data is; None
             for none.
         lengths: name of the nested tensordict of lengths, int64 ``[B, *]``; None for none.
@@ -150,7 +163,10 @@ def collate_pad(
 
     Raises:
         EntryNotFound: a key that the samples do not have.
-        EntryMismatch: samples differ in another dim, or in their entries.
+        EntryMismatch: samples differ in another dim, a dtype or in their entries, or have one of
+            the name of ``mask`` or ``lengths``.
+        ValueError: ``padding_value`` or ``padding_side`` names an entry that is not padded, there
+            is no such side, or a ready batch is empty.
         TypeError: not a batch.
 
     Example:
@@ -166,8 +182,14 @@ def collate_pad(
     samples = _samples(batch)
     inner = len(_inner(samples))
     chosen = _chosen(samples, keys, inner)
-    if set(map(path_of, (n for n in (mask, lengths) if n is not None))) & set(chosen):
-        raise EntryMismatch(f"the samples have an entry {mask!r} or {lengths!r}: name them anew")
+    if taken := {mask, lengths} & set(samples[0].keys()):
+        raise EntryMismatch(
+            f"the samples have entries {sorted(map(str, taken))}: give other names by mask= and "
+            "lengths="
+        )
+    if mask is not None and mask == lengths:
+        raise ValueError(f"mask= and lengths= are both {mask!r}")
+    _check_settings(padding_value, padding_side, chosen)
     sizes: dict[str, torch.Tensor] = {}
 
     def combine(path: str, leaves: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -181,7 +203,7 @@ def collate_pad(
         return padded.movedim(1, inner + 1)
 
     _check_rest(samples, chosen, inner)
-    out = _combine(samples, combine)
+    out = _combine(samples, chosen, combine)
     out = out.to_tensordict() if type(out) is not TensorDict else out
     ones = (1,) * inner
     for path, counts in sizes.items():
@@ -214,7 +236,9 @@ def collate_nested(batch: Any, *, keys: Sequence[Key] | None = None) -> Any:
 
     Raises:
         EntryNotFound: a key that the samples do not have.
-        EntryMismatch: samples differ in another dim than their first, or have batch dims.
+        EntryMismatch: samples differ in another dim than their first, a dtype or in their
+            entries, or have batch dims.
+        ValueError: a ready batch is empty.
         TypeError: not a batch.
 
     Example:
@@ -237,12 +261,16 @@ def collate_nested(batch: Any, *, keys: Sequence[Key] | None = None) -> Any:
         return torch.nested.nested_tensor_from_jagged(torch.cat(leaves), offsets)
 
     _check_rest(samples, chosen, 0)
-    return one_storage(_combine(samples, combine))
+    return one_storage(_combine(samples, chosen, combine))
 
 
 def _samples(batch: Any) -> list[Any]:
     """Return the samples of a list or of a ready batch."""
     if is_tensor_collection(batch):
+        if not batch.batch_size or not batch.batch_size[0]:
+            raise ValueError(
+                f"a batch of batch size {list(batch.batch_size)} has no samples to put together"
+            )
         return list(batch.unbind(0))
     if (
         not isinstance(batch, (list, tuple))
@@ -263,6 +291,35 @@ def _leaves(sample: Any) -> dict[str, torch.Tensor]:
     return {path_of(key): leaf for key, leaf in sample.items(True, True)}
 
 
+def _kinds(sample: Any) -> dict[str, str]:
+    """Return what each entry is, those that are no tensors too."""
+    out = {}
+    for key, value in sample.items(True, is_leaf=_is_leaf_nontensor):
+        if isinstance(value, torch.Tensor):
+            out[path_of(key)] = str(value.dtype)
+        else:
+            out[path_of(key)] = "a value" if is_non_tensor(value) else "a tensordict"
+    return out
+
+
+def _check_alike(samples: Sequence[Any]) -> None:
+    """Raise EntryMismatch where samples differ in their entries, or in the dtype of one."""
+    first = _kinds(samples[0])
+    for number, sample in enumerate(samples[1:], 1):
+        kinds = _kinds(sample)
+        if odd := sorted(kinds.keys() ^ first.keys()):
+            has, lacks = (0, number) if odd[0] in first else (number, 0)
+            raise EntryMismatch(
+                f"only some of the samples have the entries {odd}: sample {has} has {odd[0]!r}, "
+                f"sample {lacks} has not"
+            )
+        for path, kind in kinds.items():
+            if kind != first[path]:
+                raise EntryMismatch(
+                    f"{path!r} is {first[path]} in sample 0 and {kind} in sample {number}"
+                )
+
+
 def _differing(samples: Sequence[Any]) -> dict[str, list[tuple[int, ...]]]:
     """Return the entries that differ in shape, with two of the shapes."""
     first = _leaves(samples[0])
@@ -270,8 +327,7 @@ def _differing(samples: Sequence[Any]) -> dict[str, list[tuple[int, ...]]]:
     for sample in samples[1:]:
         leaves = _leaves(sample)
         if leaves.keys() != first.keys():
-            odd = sorted(leaves.keys() ^ first.keys())
-            raise EntryMismatch(f"only some of the samples have the entries {odd}")
+            _check_alike(samples)
         for path, leaf in leaves.items():
             if leaf.shape != first[path].shape:
                 out.setdefault(path, [tuple(first[path].shape), tuple(leaf.shape)])
@@ -289,6 +345,7 @@ def _chosen(samples: Sequence[Any], keys: Sequence[Key] | None, inner: int) -> s
 
 
 def _check_rest(samples: Sequence[Any], chosen: set[str], inner: int) -> None:
+    _check_alike(samples)
     for path, (a, b) in _differing(samples).items():
         same = (*a[:inner], *a[inner + 1 :]) == (*b[:inner], *b[inner + 1 :]) and len(a) == len(b)
         if path not in chosen or not same:
@@ -298,6 +355,16 @@ def _check_rest(samples: Sequence[Any], chosen: set[str], inner: int) -> None:
             )
 
 
+def _check_settings(values: Any, sides: Any, chosen: set[str]) -> None:
+    for name, given in (("padding_value", values), ("padding_side", sides)):
+        for key in given if isinstance(given, Mapping) else ():
+            if path_of(key) not in chosen:
+                raise ValueError(f"{name}= names {key!r}, but padded are {sorted(chosen)}")
+    for side in sides.values() if isinstance(sides, Mapping) else [sides]:
+        if side not in ("left", "right"):
+            raise ValueError(f"padding_side is {side!r}; it must be 'left' or 'right'")
+
+
 def _setting(given: Any, path: str, default: Any) -> Any:
     if not isinstance(given, Mapping):
         return given
@@ -305,20 +372,56 @@ def _setting(given: Any, path: str, default: Any) -> Any:
 
 
 def _combine(
-    samples: Sequence[Any], how: Callable[[str, tuple[torch.Tensor, ...]], torch.Tensor]
+    samples: Sequence[Any],
+    chosen: set[str],
+    how: Callable[[str, tuple[torch.Tensor, ...]], torch.Tensor],
 ) -> Any:
-    """Return ``how`` of each entry of all samples; non-tensor entries become stacks."""
+    """Return ``how`` of each entry of all samples; non-tensor entries become stacks.
+
+    Args:
+        samples: alike.
+        chosen: entries whose samples' first dim is no dim of the result.
+        how: is called with a path and the leaves of all samples.
+    """
     batch = (len(samples), *_inner(samples))
     first, *others = samples
 
     def named(key: Any, *leaves: torch.Tensor) -> torch.Tensor:
         return how(path_of(key), leaves)
 
-    out = first.named_apply(named, *others, batch_size=batch, nested_keys=True)
-    for key, _ in first.non_tensor_items(include_nested=True):
-        values = [sample.get(key) for sample in samples]
-        out.set(key, NonTensorStack(*values) if isinstance(values[0], TensorDictBase) else values)
+    values = [dict(sample.non_tensor_items(include_nested=True)) for sample in samples]
+    out = first.named_apply(named, *others, batch_size=batch, nested_keys=True, filter_empty=False)
+    for key, level in _levels(first):
+        into = out.get(key) if key else out
+        size, below = batch, f"{path_of(key)}{SEPARATOR}" if key else ""
+        if key and not any(path.startswith(below) for path in chosen):
+            size = (len(samples), *_common_size(samples, key, level))
+            into.batch_size = size
+        if any(level.names):
+            into.names = [None, *level.names[: len(size) - 1]]
+    for key in values[0]:
+        out.set(key, NonTensorStack(*(value[key] for value in values)))
     return out
+
+
+def _levels(sample: Any) -> list[tuple[Any, Any]]:
+    """Return the nested tensordicts by key, outer ones first; the sample's own key is ()."""
+    nested = [
+        (key, value)
+        for key, value in sample.items(True, is_leaf=_is_leaf_nontensor)
+        if is_tensor_collection(value) and not is_non_tensor(value)
+    ]
+    return [((), sample), *nested]
+
+
+def _common_size(samples: Sequence[Any], key: Any, level: Any) -> tuple[int, ...]:
+    for number, sample in enumerate(samples):
+        if sample.get(key).batch_size != level.batch_size:
+            raise EntryMismatch(
+                f"the batch size of {path_of(key)!r} is {list(level.batch_size)} in sample 0 and "
+                f"{list(sample.get(key).batch_size)} in sample {number}; use collate_lazy"
+            )
+    return tuple(level.batch_size)
 
 
 def _default(batch: Any, *, collate_fn_map: Any = None) -> Any:
