@@ -211,6 +211,59 @@ def test_listen_refuses_a_client_without_the_key_and_waits_for_the_next(child, c
     assert ours.recv() == "sent"
 
 
+def connect_without_a_proof(port, ready):
+    endpoint = ucx.connect("127.0.0.1", port, 20)
+    ready.send("connected")
+    time.sleep(100)
+    endpoint.close()
+
+
+@pytest.mark.parametrize("face", ["sync", "async"])
+def test_listen_refuses_a_client_that_does_not_prove_its_key(child, caplog, monkeypatch, face):
+    monkeypatch.setattr("tdio.pipe.pipe.AUTH_S", 1.0)
+    ours, theirs = mp.Pipe()
+
+    def begin(host, port):
+        def clients():
+            child(connect_without_a_proof, port, theirs)
+            assert ours.recv() == "connected"
+            child(send_with_key, port, b"right", theirs)
+
+        in_thread(clients)
+
+    options = {"host": "127.0.0.1", "auth_key": b"right", "timeout": 30, "on_bound": begin}
+    with caplog.at_level(logging.WARNING, "tdio"):
+        if face == "sync":
+            with TensorDictPipe.listen_sync(0, **options) as pipe:
+                assert len(list(pipe)) == 1
+        else:
+
+            async def work():
+                async with await TensorDictPipe.listen(0, **options) as pipe:
+                    assert len([td async for td in pipe]) == 1
+
+            asyncio.run(work())
+    assert "refused" in caplog.text
+    assert ours.poll(10)
+    assert ours.recv() == "sent"
+
+
+def test_listen_gives_up_at_its_limit_although_a_client_proves_nothing(child, caplog):
+    ours, theirs = mp.Pipe()
+    began = time.monotonic()
+    with pytest.raises(PipeTimeout, match="no client came within 3 s"):
+        TensorDictPipe.listen_sync(
+            0,
+            host="127.0.0.1",
+            auth_key=b"right",
+            timeout=3,
+            on_bound=lambda host, port: child(connect_without_a_proof, port, theirs),
+        )
+    assert time.monotonic() - began < 9
+    assert ours.poll(1)
+    assert "refused" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("server_key", "wrong"), [(b"right", b"wrong"), (b"right", None), (None, b"x")]
 )

@@ -118,26 +118,24 @@ def changed(tree, path, value):
     return tree
 
 
-TEXTS = [
-    json.loads(Packer(True, True).pack(td).schema.text)
-    for name, td in kinds().items()
-    if name != "odd names"
-]
+SCHEMAS = [Packer(True, True).pack(td).schema for td in kinds().values()]
+TEXTS = [(json.loads(schema.text), schema.flags) for schema in SCHEMAS]
 HEADERS = [json.loads(Packer(True, False).pack(td).header) for td in leaf_kinds().values()]
 
 
 @settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_metadata_changed_anywhere_is_refused_or_makes_a_tensordict_inside_its_storage(data):
-    tree = data.draw(st.sampled_from(TEXTS))
+    tree, flags = data.draw(st.sampled_from(TEXTS))
     path = data.draw(st.sampled_from(list(places(tree))))
     text = json.dumps(changed(tree, path, data.draw(VALUES))).encode()
     incoming = Incoming("peer", 1 << 16)
     try:
-        incoming.announce(text, 0)
-        storage = incoming.target()
-        storage.zero_()
-        td = incoming.finish()
+        incoming.announce(text, data.draw(st.sampled_from([flags, flags, 0, 1])))
+        for _ in range(2):
+            storage = incoming.target()
+            storage.zero_()
+            td = incoming.finish()
     except ProtocolError:
         return
     assert storage.numel() <= 1 << 16
