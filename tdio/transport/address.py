@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -164,14 +165,16 @@ class Address:
         except (redis.RedisError, OSError) as error:
             if "NOAUTH" in str(error):
                 raise AuthenticationFailed(f"{self} asks for a password; pass password=") from error
-            if isinstance(error.__cause__ or error.__context__ or error, ssl.CertificateError):
+            cause = error.__cause__ or error.__context__ or error
+            if isinstance(cause, ssl.CertificateError):
                 raise ServerUnavailable(
                     f"the TLS certificate of {self} is not accepted: {error}; pass ssl_ca_certs= "
                     "of the authority that signed it, and the host= that it is for"
                 ) from error
+            nobody = isinstance(cause, (ConnectionRefusedError, socket.gaierror))
             raise ServerUnavailable(
                 f"no server answers at {self}: {error}; start one, or pass the host=, port= or "
-                f"unix_socket_path= of one that runs{self._tls_hint()}"
+                f"unix_socket_path= of one that runs{'' if nobody else self._tls_hint()}"
             ) from error
 
     def _tls_hint(self) -> str:
