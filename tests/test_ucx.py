@@ -6,6 +6,8 @@ import multiprocessing as mp
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 
@@ -831,8 +833,8 @@ def test_a_listener_is_closed_by_another_thread_while_clients_come(child):
     for _ in range(2):
         child(_come_and_go, port)
     ours, theirs = mp.Pipe()
-    closing = child(_close_while_clients_come, port, 100, theirs)
-    closing.join(60)
+    closing = child(_close_while_clients_come, port, 60, theirs)
+    closing.join(120)
     assert closing.exitcode == 0, closing.exitcode
     assert ours.recv() == {"closed"}
 
@@ -945,3 +947,19 @@ def test_a_wait_that_is_cancelled_has_not_seen_what_it_waited_for(child, listene
 
     asyncio.run(main())
     endpoint.close()
+
+
+def test_an_interpreter_that_ends_with_open_connections_says_nothing():
+    code = (
+        "import builtins, threading\n"
+        "from tdio.transport import ucx\n"
+        "listener, got = ucx.listen('127.0.0.1', 0), []\n"
+        "thread = threading.Thread(target=lambda: got.append(listener.accept(20)))\n"
+        "thread.start()\n"
+        "builtins.kept = listener, got, ucx.connect('127.0.0.1', listener.port, 20)\n"
+        "thread.join()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90)
+    assert ended.returncode == 0
+    assert "Traceback" not in ended.stderr
+    assert "Exception ignored" not in ended.stderr

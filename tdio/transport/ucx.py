@@ -8,6 +8,7 @@ import errno
 import itertools
 import logging
 import socket
+import sys
 import threading
 import time
 from collections import OrderedDict
@@ -339,8 +340,9 @@ class Listener:
             worker.api.listener_destroy(self._listener)
         worker.close()
 
-    def __del__(self) -> None:
-        if getattr(self, "_worker", None) is not None:
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        # As the interpreter ends nothing can be called any more; the system closes the sockets.
+        if getattr(self, "_worker", None) is not None and not ending():
             self.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes as c
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -376,6 +377,7 @@ class UcxEndpoint(Endpoint):
         for transfer in list(self.pending):
             transfer.abandon(PipeClosed(f"{self.name}: this end was closed during the transfer"))
 
-    def __del__(self) -> None:
-        if getattr(self, "_worker", None) is not None:
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        # As the interpreter ends nothing can be called any more; the system closes the sockets.
+        if getattr(self, "_worker", None) is not None and not ending():
             self.close()
