@@ -9,6 +9,8 @@ import time
 
 import pytest
 import redis
+import redis.asyncio.sentinel
+import redis.sentinel
 import torch
 from tensordict import TensorDict, lazy_stack, tensorclass
 
@@ -315,6 +317,13 @@ def test_a_client_may_be_handed_in(store, local, conn, kind):
 
 
 # ---- what goes wrong
+
+
+def test_a_client_of_a_sentinel_is_refused():
+    for module in (redis, redis.asyncio):
+        sentinel = module.sentinel.Sentinel([("127.0.0.1", 1)])
+        with pytest.raises(TypeError, match="discover_master"):
+            tdio.open_store(td_id="x", client=sentinel.master_for("m"))
 
 
 def test_no_server_is_said_within_a_second():

@@ -13,6 +13,8 @@ from typing import Any
 import redis
 import redis.asyncio
 import redis.asyncio.retry
+import redis.asyncio.sentinel
+import redis.sentinel
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
@@ -30,6 +32,10 @@ WINDOW_BYTES, FAR_WINDOW_BYTES = 256 * 1024, 2 * 1024 * 1024
 _NEAR = ("localhost", "127.0.0.1", "::1")
 #: Options that hold a secret: shown nowhere, and pickled only for a worker process.
 _SECRETS = ("password", "ssl_password", "credential_provider")
+_SENTINELS = (
+    redis.sentinel.SentinelConnectionPool,
+    redis.asyncio.sentinel.SentinelConnectionPool,
+)
 _FROM_CLIENT = (
     *("username", "password", "credential_provider", "protocol", "client_name"),
     *("socket_timeout", "socket_connect_timeout"),
@@ -85,6 +91,11 @@ class Address:
             raise TypeError(
                 f"client= takes a redis.Redis or redis.asyncio.Redis, not {type(client).__name__}; "
                 "pass host=, port= and db= instead"
+            )
+        if isinstance(pool, _SENTINELS):
+            raise TypeError(
+                "a client of a Sentinel names no server of its own; pass host= and port= of the "
+                "master, as discover_master tells them"
             )
         options = {k: kwargs[k] for k in _FROM_CLIENT if kwargs.get(k) is not None}
         options |= {k: v for k, v in kwargs.items() if k.startswith("ssl_") and v is not None}
