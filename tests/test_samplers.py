@@ -267,8 +267,11 @@ def test_a_pass_that_is_left_early_is_an_epoch(workers, counting):
     for epoch in range(2):
         for batch in batches():
             assert batch.tolist() == expected[epoch][0]
+            assert sampler.epoch == epoch + (not counting)
             break
-        assert sampler.epoch == (epoch if counting else epoch + 1)
+        assert sampler.epoch == epoch + 1
+        if counting:
+            assert sampler.state_dict()["epoch"] == epoch
     assert [batch.tolist() for batch in batches()] == expected[2]
     assert sampler.epoch == 3
     next(iter(loader))

@@ -93,8 +93,9 @@ class StoreBatchSampler(Sampler[list[int]]):
         self._resumed = self._asked = False
         # The pass that was begun last: it took ``_epoch``, so the next one takes another.
         self._under_way: _Pass | None = None
-        # What the loop of ``counting`` was given, while there is one.
+        # What the last loop of ``counting`` was given, unless it came to its end; which one runs.
         self._counted: tuple[int, int] | None = None
+        self._loop: object | None = None
 
     def __len__(self) -> int:
         """Return the number of batches of a whole epoch, the same on every rank.
@@ -111,8 +112,8 @@ class StoreBatchSampler(Sampler[list[int]]):
 
     @property
     def epoch(self) -> int:
-        """The epoch that the next pass takes; that of a loop of ``counting`` in it and after it."""
-        return self._counted[0] if self._counted else self._next()[0]
+        """The epoch that the next pass takes; within a loop of ``counting``, that of the loop."""
+        return self._counted[0] if self._counted and self._loop else self._next()[0]
 
     def set_epoch(self, epoch: int) -> None:
         """Take this epoch in the next pass, from its beginning.
@@ -174,10 +175,15 @@ class StoreBatchSampler(Sampler[list[int]]):
         ends = [after for _, _, after in self._steps(start)]
         iterator = iter(loader)
         self._counted = (epoch, start)
-        for end, batch in zip(ends, iterator, strict=True):
-            self._counted = (epoch, end)
-            yield batch
-        self._counted = None
+        self._loop = mine = object()
+        try:
+            for end, batch in zip(ends, iterator, strict=True):
+                self._counted = (epoch, end)
+                yield batch
+            self._counted = None
+        finally:
+            if self._loop is mine:
+                self._loop = None
 
     def _now(self) -> tuple[int, int]:
         return self._counted or (self._epoch, self._position)
