@@ -71,6 +71,26 @@ def test_a_loop_over_epochs_goes_on_exactly(dataset, workers, stop):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("batch_size", [BATCH, N // 2])
+def test_a_loop_over_epochs_goes_on_after_a_whole_one(dataset, workers, batch_size):
+    """The shorter epochs are drawn ahead to their end."""
+
+    def made(**epoch):
+        sampler = StoreBatchSampler(N, batch_size, shuffle=True, seed=5, **epoch)
+        return sampler, StatefulDataLoader(dataset, batch_sampler=sampler, num_workers=workers)
+
+    sampler, first = made()
+    sampler.set_epoch(2)
+    assert len(list(first)) == len(sampler)
+    sampler, resumed = made()
+    resumed.load_state_dict(first.state_dict())
+    for epoch in (2, 3, 4):
+        sampler.set_epoch(epoch)
+        got = [batch["x"].tolist() for batch in resumed]
+        assert got == ([] if epoch == 2 else list(made(epoch=epoch)[0]))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
 def test_a_state_holds_no_data(dataset, workers):
     assert not hasattr(dataset, "state_dict")
     stateful = loader(dataset, workers)

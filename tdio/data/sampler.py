@@ -91,6 +91,8 @@ class StoreBatchSampler(Sampler[list[int]]):
         self._epoch, self._position = _whole("epoch", epoch, 0, _END), 0
         # Whether the next pass goes on at ``_position``; whether set_epoch asked for ``_epoch``.
         self._resumed = self._asked = False
+        # The epoch that set_epoch asked for, where a state says that it is over.
+        self._over: int | None = None
         # The pass that was begun last: it took ``_epoch``, so the next one takes another.
         self._under_way: _Pass | None = None
         # What the last loop of ``counting`` was given, unless it came to its end; which one runs.
@@ -130,6 +132,7 @@ class StoreBatchSampler(Sampler[list[int]]):
             ValueError: it is none of these.
         """
         epoch = _whole("epoch", epoch, 0, _END)
+        self._over = None
         if epoch != self._epoch or not self._resumed:
             self._go(epoch, 0, resumed=False)
         self._asked = True
@@ -141,12 +144,13 @@ class StoreBatchSampler(Sampler[list[int]]):
 
     def _next(self) -> tuple[int, int]:
         """Return the epoch that the next pass takes, and the position that it begins at."""
+        if self._over is not None:
+            return self._over, self.rows
         if self._under_way is not None:
             return self._epoch + (not self._under_way.tentative), 0
         if not self._resumed:
             return self._epoch, 0
-        sizes = self._sizes(self._position)
-        if not self._asked and sizes is not None and not len(sizes):
+        if not self._asked and self._at_end():
             return self._epoch + 1, 0
         return self._epoch, self._position
 
@@ -231,9 +235,16 @@ class StoreBatchSampler(Sampler[list[int]]):
                 raise StateMismatch(f"the state has {field}={state[field]}, which is beyond {end}")
         if self._sizes(position) is None:
             raise StateMismatch(self._impossible(self.rows - position))
-        # A StatefulDataLoader loads when it is iterated, after set_epoch was called for that.
-        self._asked = self._asked and epoch == self._epoch
+        # A StatefulDataLoader loads when it is iterated, after set_epoch was called for that, and
+        # iterates twice where its state is of a whole epoch.
+        asked = self._epoch if self._asked else self._over
         self._go(epoch, position, resumed=True)
+        self._asked = asked == epoch
+        self._over = asked if asked is not None and asked < epoch + self._at_end() else None
+
+    def _at_end(self) -> bool:
+        sizes = self._sizes(self._position)
+        return sizes is not None and not len(sizes)
 
     def _sizes(self, start: int) -> Int64Array | None:
         return step_sizes(self.rows - start, self.batch_size, self.num_replicas, self.tail)
@@ -260,6 +271,8 @@ class StoreBatchSampler(Sampler[list[int]]):
 
     def _begin(self, begun: _Pass) -> tuple[int, int]:
         """Begin a pass; return its epoch, and the position that it begins at."""
+        if self._over is not None:
+            return self._next()
         self._epoch, self._position = self._next()
         self._resumed = self._asked = False
         self._under_way = begun
