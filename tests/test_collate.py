@@ -311,6 +311,9 @@ def sample(kind, i):
         return TensorDict({**leaves, "n": nested})
     if kind == "tensorclass":
         return TensorDict({**leaves, "step": Step(a=torch.full((i % 3,), i), word=text(i))})
+    if kind == "plain float8":
+        value = torch.tensor(float(i)).to(torch.float8_e4m3fn)
+        return TensorDict({f"l{k}": value for k in range(60)})
     if kind == "float8":
         return TensorDict({key: leaf.to(torch.float8_e4m3fn) for key, leaf in leaves.items()})
     return TensorDict(leaves)
@@ -344,13 +347,21 @@ def check_samples(kind, batch, start):
 
 
 @pytest.mark.parametrize(
-    "kind", ["plain", "ragged", "text", "ragged text", "nested", "tensorclass", "float8"]
+    "kind",
+    ["plain", "plain float8", "ragged", "text", "ragged text", "nested", "tensorclass", "float8"],
 )
 def test_a_kept_batch_costs_one_descriptor(conn, kind):
     batch, td_id = 8, None
-    if kind in ("plain", "ragged", "ragged text"):
-        stack = torch.stack if kind == "plain" else lazy_stack
-        data = stack([sample(kind, i) for i in range(ROWS)])
+    if kind in ("plain", "plain float8", "ragged", "ragged text"):
+        samples = [sample(kind, i) for i in range(ROWS)]
+        if kind == "plain float8":
+            columns = {
+                k: torch.stack([one[k].float() for one in samples]) for k in samples[0].keys()
+            }
+            columns = {k: column.to(torch.float8_e4m3fn) for k, column in columns.items()}
+            data = TensorDict(columns, batch_size=[ROWS])
+        else:
+            data = (torch.stack if kind == "plain" else lazy_stack)(samples)
         store = TensorDictStore.from_tensordict(data, **conn)
         td_id = store.td_id
     code = LOAD.format(
@@ -362,6 +373,13 @@ def test_a_kept_batch_costs_one_descriptor(conn, kind):
     assert done.returncode == 0, done.stderr[-3000:]
     kept, more = map(int, done.stdout.split())
     assert kept == 25 and more <= kept + 20
+
+
+def test_leaves_in_shared_memory_stay_shared():
+    elements = [TensorDict(x=torch.zeros(i + 1)).share_memory_() for i in range(2)]
+    again = pickle.loads(ForkingPickler.dumps(lazy_stack(elements)))
+    again[1]["x"].fill_(7)
+    assert elements[1]["x"].tolist() == [7, 7]
 
 
 def test_a_lazy_batch_keeps_what_is_no_plain_tensor():
