@@ -1,6 +1,8 @@
 """Processes of the pipe tests: forked from a server that has the imports and never uses UCX."""
 
 import multiprocessing
+import subprocess
+import sys
 
 import pytest
 
@@ -23,3 +25,12 @@ def children():
     for process in started:
         process.kill()
         process.join()
+
+
+def assert_ends_silently(code, limit_s):
+    """Run a program that leaves things open: the interpreter's end says nothing of them."""
+    run = [sys.executable, "-c", code]
+    ended = subprocess.run(run, capture_output=True, text=True, timeout=limit_s)
+    assert ended.returncode == 0
+    assert "Traceback" not in ended.stderr
+    assert "Exception ignored" not in ended.stderr

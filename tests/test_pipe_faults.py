@@ -5,8 +5,6 @@ import contextlib
 import gc
 import json
 import logging
-import subprocess
-import sys
 import threading
 import warnings
 
@@ -25,6 +23,7 @@ from tdio.errors import (
 )
 from tdio.transport.memory import memory_pair
 from tdio.wire.frames import LENGTH, Kind, encode_frame
+from tests._children import assert_ends_silently
 
 ONE = TensorDict(a=torch.arange(6), b=torch.ones(3))
 
@@ -451,7 +450,4 @@ def test_an_interpreter_that_ends_with_an_open_pipe_says_nothing():
         "a, b = map(TensorDictPipe, memory_pair())\n"
         "import builtins; builtins.kept = a, b\n"
     )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 0
-    assert "Traceback" not in ended.stderr
-    assert "Exception ignored" not in ended.stderr
+    assert_ends_silently(code, 60)

@@ -16,8 +16,17 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from tdio._td import _is_leaf_nontensor, is_non_tensor
+from tdio.data.alike import (
+    check_alike,
+    check_rest,
+    chosen_paths,
+    common_size,
+    differing,
+    inner_size,
+    samples_of,
+)
 from tdio.data.batches import flat_leaves, one_storage, stack_leaves
-from tdio.errors import EntryMismatch, EntryNotFound
+from tdio.errors import EntryMismatch
 from tdio.layout.paths import SEPARATOR, Key, path_of
 
 Number = int | float | bool
@@ -49,8 +58,8 @@ def tensordict_collate(batch: Any) -> Any:
         return batch
     if is_tensor_collection(batch):
         return one_storage(batch)
-    samples = _samples(batch)
-    return collate_stack(samples) if not _differing(samples) else collate_lazy(samples)
+    samples = samples_of(batch)
+    return collate_stack(samples) if not differing(samples) else collate_lazy(samples)
 
 
 def collate_stack(batch: Any) -> Any:
@@ -78,12 +87,12 @@ def collate_stack(batch: Any) -> Any:
     """
     if is_tensor_collection(batch) and not isinstance(batch, LazyStackedTensorDict):
         return one_storage(batch)
-    samples = _samples(batch)
+    samples = samples_of(batch)
     columns = _columns(samples)
     if columns is not None:
         return stack_leaves(columns, samples[0], len(samples))
-    _check_alike(samples)
-    for path, shapes in _differing(samples).items():
+    check_alike(samples)
+    for path, shapes in differing(samples).items():
         raise EntryMismatch(
             f"the samples differ in the shape of {path!r} ({shapes[0]} and {shapes[1]}), so they "
             "cannot be stacked; use collate_pad, collate_nested or collate_lazy"
@@ -129,7 +138,7 @@ def collate_lazy(batch: Any) -> Any:
     """
     if is_tensor_collection(batch):
         return batch if isinstance(batch, LazyStackedTensorDict) else one_storage(batch)
-    return LazyStackedTensorDict.lazy_stack(_samples(batch), 0)
+    return LazyStackedTensorDict.lazy_stack(samples_of(batch), 0)
 
 
 def collate_pad(
@@ -179,9 +188,9 @@ def collate_pad(
         >>> batch["mask", "x"].tolist()
         [[True, False, False], [True, True, True]]
     """
-    samples = _samples(batch)
-    inner = len(_inner(samples))
-    chosen = _chosen(samples, keys, inner)
+    samples = samples_of(batch)
+    inner = len(inner_size(samples))
+    chosen = chosen_paths(samples, keys, inner)
     if taken := {mask, lengths} & set(samples[0].keys()):
         raise EntryMismatch(
             f"the samples have entries {sorted(map(str, taken))}: give other names by mask= and "
@@ -202,7 +211,7 @@ def collate_pad(
         padded = pad_sequence(moved, batch_first=True, padding_value=value, padding_side=side)
         return padded.movedim(1, inner + 1)
 
-    _check_rest(samples, chosen, inner)
+    check_rest(samples, chosen, inner)
     out = _combine(samples, chosen, combine)
     out = out.to_tensordict() if type(out) is not TensorDict else out
     ones = (1,) * inner
@@ -249,10 +258,10 @@ def collate_nested(batch: Any, *, keys: Sequence[Key] | None = None) -> Any:
         >>> batch["x"].offsets().tolist()
         [0, 1, 4]
     """
-    samples = _samples(batch)
-    if _inner(samples):
+    samples = samples_of(batch)
+    if inner_size(samples):
         raise EntryMismatch("collate_nested takes samples without batch dims; use collate_pad")
-    chosen = _chosen(samples, keys, 0)
+    chosen = chosen_paths(samples, keys, 0)
 
     def combine(path: str, leaves: tuple[torch.Tensor, ...]) -> torch.Tensor:
         if path not in chosen:
@@ -260,99 +269,8 @@ def collate_nested(batch: Any, *, keys: Sequence[Key] | None = None) -> Any:
         offsets = torch.tensor([0, *(leaf.shape[0] for leaf in leaves)]).cumsum(0)
         return torch.nested.nested_tensor_from_jagged(torch.cat(leaves), offsets)
 
-    _check_rest(samples, chosen, 0)
+    check_rest(samples, chosen, 0)
     return one_storage(_combine(samples, chosen, combine))
-
-
-def _samples(batch: Any) -> list[Any]:
-    """Return the samples of a list or of a ready batch."""
-    if is_tensor_collection(batch):
-        if not batch.batch_size or not batch.batch_size[0]:
-            raise ValueError(
-                f"a batch of batch size {list(batch.batch_size)} has no samples to put together"
-            )
-        return list(batch.unbind(0))
-    if (
-        not isinstance(batch, (list, tuple))
-        or not batch
-        or not all(map(is_tensor_collection, batch))
-    ):
-        raise TypeError(f"a batch is a TensorDict or a list of them, not {type(batch).__name__}")
-    return list(batch)
-
-
-def _inner(samples: Sequence[Any]) -> tuple[int, ...]:
-    """Return the batch size of the samples, () where they differ."""
-    sizes = {tuple(sample.batch_size) for sample in samples}
-    return sizes.pop() if len(sizes) == 1 else ()
-
-
-def _leaves(sample: Any) -> dict[str, torch.Tensor]:
-    return {path_of(key): leaf for key, leaf in sample.items(True, True)}
-
-
-def _kinds(sample: Any) -> dict[str, str]:
-    """Return what each entry is, those that are no tensors too."""
-    out = {}
-    for key, value in sample.items(True, is_leaf=_is_leaf_nontensor):
-        if isinstance(value, torch.Tensor):
-            out[path_of(key)] = str(value.dtype)
-        else:
-            out[path_of(key)] = "a value" if is_non_tensor(value) else "a tensordict"
-    return out
-
-
-def _check_alike(samples: Sequence[Any]) -> None:
-    """Raise EntryMismatch where samples differ in their entries, or in the dtype of one."""
-    first = _kinds(samples[0])
-    for number, sample in enumerate(samples[1:], 1):
-        kinds = _kinds(sample)
-        if odd := sorted(kinds.keys() ^ first.keys()):
-            has, lacks = (0, number) if odd[0] in first else (number, 0)
-            raise EntryMismatch(
-                f"only some of the samples have the entries {odd}: sample {has} has {odd[0]!r}, "
-                f"sample {lacks} has not"
-            )
-        for path, kind in kinds.items():
-            if kind != first[path]:
-                raise EntryMismatch(
-                    f"{path!r} is {first[path]} in sample 0 and {kind} in sample {number}"
-                )
-
-
-def _differing(samples: Sequence[Any]) -> dict[str, list[tuple[int, ...]]]:
-    """Return the entries that differ in shape, with two of the shapes."""
-    first = _leaves(samples[0])
-    out: dict[str, list[tuple[int, ...]]] = {}
-    for sample in samples[1:]:
-        leaves = _leaves(sample)
-        if leaves.keys() != first.keys():
-            _check_alike(samples)
-        for path, leaf in leaves.items():
-            if leaf.shape != first[path].shape:
-                out.setdefault(path, [tuple(first[path].shape), tuple(leaf.shape)])
-    return out
-
-
-def _chosen(samples: Sequence[Any], keys: Sequence[Key] | None, inner: int) -> set[str]:
-    leaves = _leaves(samples[0])
-    if keys is None:
-        return {path for path, leaf in leaves.items() if leaf.ndim > inner}
-    chosen = set(map(path_of, keys))
-    if missing := sorted(chosen - leaves.keys()):
-        raise EntryNotFound(f"the samples have no tensor {missing[0]!r}; they have {list(leaves)}")
-    return chosen
-
-
-def _check_rest(samples: Sequence[Any], chosen: set[str], inner: int) -> None:
-    _check_alike(samples)
-    for path, (a, b) in _differing(samples).items():
-        same = (*a[:inner], *a[inner + 1 :]) == (*b[:inner], *b[inner + 1 :]) and len(a) == len(b)
-        if path not in chosen or not same:
-            raise EntryMismatch(
-                f"the samples differ in the shape of {path!r} ({a} and {b}) elsewhere than in the "
-                "first dim of an entry that keys= names; use collate_lazy"
-            )
 
 
 def _check_settings(values: Any, sides: Any, chosen: set[str]) -> None:
@@ -383,7 +301,7 @@ def _combine(
         chosen: entries whose samples' first dim is no dim of the result.
         how: is called with a path and the leaves of all samples.
     """
-    batch = (len(samples), *_inner(samples))
+    batch = (len(samples), *inner_size(samples))
     first, *others = samples
 
     def named(key: Any, *leaves: torch.Tensor) -> torch.Tensor:
@@ -395,7 +313,7 @@ def _combine(
         into = out.get(key) if key else out
         size, below = batch, f"{path_of(key)}{SEPARATOR}" if key else ""
         if key and not any(path.startswith(below) for path in chosen):
-            size = (len(samples), *_common_size(samples, key, level))
+            size = (len(samples), *common_size(samples, key, level))
             into.batch_size = size
         if any(level.names):
             into.names = [None, *level.names[: len(size) - 1]]
@@ -412,16 +330,6 @@ def _levels(sample: Any) -> list[tuple[Any, Any]]:
         if is_tensor_collection(value) and not is_non_tensor(value)
     ]
     return [((), sample), *nested]
-
-
-def _common_size(samples: Sequence[Any], key: Any, level: Any) -> tuple[int, ...]:
-    for number, sample in enumerate(samples):
-        if sample.get(key).batch_size != level.batch_size:
-            raise EntryMismatch(
-                f"the batch size of {path_of(key)!r} is {list(level.batch_size)} in sample 0 and "
-                f"{list(sample.get(key).batch_size)} in sample {number}; use collate_lazy"
-            )
-    return tuple(level.batch_size)
 
 
 def _default(batch: Any, *, collate_fn_map: Any = None) -> Any:

@@ -26,11 +26,7 @@ from tdio.store.ragged import elements_of, flats_of, positions_of, writing_eleme
 from tdio.store.shape import Frame
 from tdio.store.stacking import Column, columns_of, only
 from tdio.store.uploading import put_value, upload_elements, upload_tensor
-from tdio.store.writer import (
-    check_batch,
-    into_entry,
-    one_value,
-)
+from tdio.store.writer import check_batch, into_entry, one_value
 from tdio.wire.changes import PutTensor
 from tdio.wire.requests import Operation
 
