@@ -27,16 +27,18 @@ def sampler(**kwargs):
     return StoreBatchSampler(N, BATCH, shuffle=True, seed=5, **kwargs)
 
 
-def loader(dataset, workers, persistent=False, every=1):
+def loader(dataset, workers, persistent=False, every=1, batch_size=BATCH):
+    sampler = StoreBatchSampler(N, batch_size, shuffle=True, seed=5)
     return StatefulDataLoader(
-        dataset, batch_sampler=sampler(), num_workers=workers, persistent_workers=persistent,
+        dataset, batch_sampler=sampler, num_workers=workers, persistent_workers=persistent,
         snapshot_every_n_steps=every,
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("workers", [0, 2, 4])
-def test_a_stateful_loader_resumes(dataset, workers):
-    run_resume_test(partial(loader, dataset, workers), json_state=False)
+@pytest.mark.parametrize("batch_size", [BATCH, 40])  # more batches than drawn ahead, and fewer
+def test_a_stateful_loader_resumes(dataset, workers, batch_size):
+    run_resume_test(partial(loader, dataset, workers, batch_size=batch_size), json_state=False)
 
 
 def test_with_persistent_workers_and_rare_snapshots(dataset):
@@ -71,23 +73,28 @@ def test_a_loop_over_epochs_goes_on_exactly(dataset, workers, stop):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("batch_size", [BATCH, N // 2])
-def test_a_loop_over_epochs_goes_on_after_a_whole_one(dataset, workers, batch_size):
-    """The shorter epochs are drawn ahead to their end."""
+@pytest.mark.parametrize("batch_size", [BATCH, 40])
+@pytest.mark.parametrize("ended", [False, True])
+@pytest.mark.parametrize("asked", [range(2, 5), range(3, 6), range(5, 7), None])
+def test_a_loop_over_epochs_goes_on_after_a_whole_one(dataset, workers, batch_size, ended, asked):
+    """Its last batch was the last thing that its user got, or a loop over it came to its end."""
 
-    def made(**epoch):
-        sampler = StoreBatchSampler(N, batch_size, shuffle=True, seed=5, **epoch)
-        return sampler, StatefulDataLoader(dataset, batch_sampler=sampler, num_workers=workers)
+    def batches(epoch):
+        return list(StoreBatchSampler(N, batch_size, shuffle=True, seed=5, epoch=epoch))
 
-    sampler, first = made()
-    sampler.set_epoch(2)
-    assert len(list(first)) == len(sampler)
-    sampler, resumed = made()
+    first = loader(dataset, workers, batch_size=batch_size)
+    first.batch_sampler.set_epoch(2)
+    items = iter(first)
+    for _ in batches(2):
+        next(items)
+    assert not ended or next(items, None) is None
+    resumed = loader(dataset, workers, batch_size=batch_size)
     resumed.load_state_dict(first.state_dict())
-    for epoch in (2, 3, 4):
-        sampler.set_epoch(epoch)
+    for epoch in asked or ((3, 4) if ended else (2, 3, 4)):
+        if asked:
+            resumed.batch_sampler.set_epoch(epoch)
         got = [batch["x"].tolist() for batch in resumed]
-        assert got == ([] if epoch == 2 else list(made(epoch=epoch)[0]))
+        assert got == ([] if epoch == 2 else batches(epoch))
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -64,7 +64,7 @@ def test_exact_gives_each_row_once(size, shuffle, block_rows, epoch, seed):
 def test_full_batches(size, tail, shuffle):
     rows, batch_size, world = size
     dealt = [
-        list(sampler) for sampler in ranks(rows, batch_size, world, tail=tail, shuffle=shuffle)
+        list(sampler) for sampler in ranks(rows, batch_size, world, **{tail: True}, shuffle=shuffle)
     ]
     assert all(len(batch) == batch_size for batches in dealt for batch in batches)
     assert len({len(batches) for batches in dealt}) == 1
@@ -183,7 +183,7 @@ def test_a_state_of_something_else_is_refused(field):
 
 def test_bad_arguments():
     for kwargs in (
-        {"tail": "x"}, {"seed": -1}, {"epoch": -1}, {"block_rows": 0}, {"rank": 2, "num_replicas": 2},
+        {"drop_last": True, "pad": True}, {"seed": -1}, {"epoch": -1}, {"block_rows": 0}, {"rank": 2, "num_replicas": 2},
         {"num_replicas": 11, "rank": 0}, {"seed": 1.5}, {"seed": 2**63}, {"epoch": "1"},
         {"block_rows": 2.0}, {"num_replicas": 0, "rank": 0}, {"num_replicas": 1.5, "rank": 0},
         {"rank": 0.5},

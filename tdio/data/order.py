@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import numpy as np
 
 from tdio.layout.spec import Int64Array
 
-#: What happens to the rows that do not fill a step of all ranks (``StoreBatchSampler``).
-Tail = Literal["exact", "drop_last", "pad"]
 #: Blocks whose rows are shuffled together.
 WINDOW_BLOCKS = 4
 
@@ -49,20 +45,22 @@ def _shuffled(draws: object) -> Int64Array:
     return order
 
 
-def step_sizes(rows: int, batch_size: int, ranks: int, tail: Tail) -> Int64Array | None:
+def step_sizes(
+    rows: int, batch_size: int, ranks: int, *, drop_last: bool, pad: bool
+) -> Int64Array | None:
     """Return how many rows each step of all ranks takes, int64 ``[steps]``.
 
-    Every step but the last one or two is ``batch_size * ranks``. ``exact`` gives each rank at
-    least one row in every step; None where that cannot be (fewer rows than ranks, or batches of
-    one row that do not come out even).
+    Every step but the last one or two is ``batch_size * ranks``. Rows that do not fill one are
+    left out, filled up, or else dealt out with at least one for each rank; None where that cannot
+    be (fewer rows than ranks, or batches of one row that do not come out even).
     """
     whole = batch_size * ranks
     steps, rest = divmod(rows, whole)
     sizes = np.full(steps, whole, np.int64)
-    if not rest or tail == "drop_last":
+    if not rest or drop_last:
         return sizes
-    sizes = np.append(sizes, whole if tail == "pad" else rest)
-    if tail == "exact" and rest < ranks:
+    sizes = np.append(sizes, whole if pad else rest)
+    if not pad and rest < ranks:
         if not steps or batch_size < 2:
             return None
         sizes[-2:] = whole - (ranks - rest), ranks

@@ -11,14 +11,13 @@ import numpy as np
 import torch.distributed as dist
 from torch.utils.data import Sampler
 
-from tdio.data.order import Tail, epoch_order, share, step_sizes
+from tdio.data.order import epoch_order, share, step_sizes
 from tdio.errors import StateMismatch
 from tdio.layout.spec import Int64Array
 
 T = TypeVar("T")
 #: Version of the state that ``state_dict`` returns.
 STATE_VERSION = 1
-_TAILS = ("exact", "drop_last", "pad")
 #: Seeds and epochs are words of the generator's key, and of a JSON file's signed numbers.
 _END = 2**63
 
@@ -43,18 +42,18 @@ class StoreBatchSampler(Sampler[list[int]]):
         num_replicas: number of ranks; None takes it from ``torch.distributed`` where that is
             initialised, else from the environment variable ``WORLD_SIZE``, else 1.
         rank: rank of this process, found in the same way (``RANK``, else 0).
-        tail: what becomes of rows that do not fill a step of all ranks. ``"exact"``: the last
-            batches are smaller, each row comes exactly once. ``"drop_last"``: they are left out.
-            ``"pad"``: rows from the beginning of the order come again, all batches are full.
-            Every rank has the same number of batches in any case.
+        drop_last: leave the rows out that do not fill a step of all ranks. Without this and
+            ``pad`` the last batches are smaller and each row comes exactly once. Every rank has
+            the same number of batches in any case.
+        pad: fill the last step with rows from the beginning of the order, which come again.
         block_rows: None shuffles single rows. Else blocks of so many neighbours are shuffled,
             and the rows within each 4 successive blocks: reads become runs of neighbours, which
             one range read serves. The rows of a batch come in ascending order. ``docs/data.md``
             says what blocks cost in randomness.
 
     Raises:
-        ValueError: ``exact`` is impossible (fewer rows than ranks, or batches of one row that do
-            not come out even), or an argument out of range.
+        ValueError: each row exactly once is impossible (fewer rows than ranks, or batches of one
+            row that do not come out even), or an argument out of range.
 
     Example:
         >>> from tdio import StoreBatchSampler
@@ -73,7 +72,8 @@ class StoreBatchSampler(Sampler[list[int]]):
         epoch: int = 0,
         num_replicas: int | None = None,
         rank: int | None = None,
-        tail: Tail = "exact",
+        drop_last: bool = False,
+        pad: bool = False,
         block_rows: int | None = None,
     ) -> None:
         length = len(dataset) if isinstance(dataset, Sized) else dataset
@@ -82,15 +82,16 @@ class StoreBatchSampler(Sampler[list[int]]):
         self.batch_size = _whole("batch_size", batch_size, 1, _END)
         self.block_rows = None if block_rows is None else _whole("block_rows", block_rows, 1, _END)
         self.shuffle, self.seed = bool(shuffle), _whole("seed", seed, 0, _END)
-        self.tail = tail
-        if tail not in _TAILS:
-            raise ValueError(f"tail={tail!r} is none of {_TAILS}")
+        self.drop_last, self.pad = bool(drop_last), bool(pad)
+        if self.drop_last and self.pad:
+            raise ValueError("drop_last=True leaves out what pad=True would fill up; take one")
         if self._sizes(0) is None:
             raise ValueError(self._impossible(self.rows))
         # What has been drawn: rows of the order of ``_epoch`` that all ranks have taken.
         self._epoch, self._position = _whole("epoch", epoch, 0, _END), 0
-        # Whether the next pass goes on at ``_position``; whether set_epoch asked for ``_epoch``.
-        self._resumed = self._asked = False
+        # Whether the next pass goes on at ``_position``; what set_epoch asked for since the last.
+        self._resumed = False
+        self._asked: int | None = None
         # The epoch that set_epoch asked for, where a state says that it is over.
         self._over: int | None = None
         # The pass that was begun last: it took ``_epoch``, so the next one takes another.
@@ -135,7 +136,7 @@ class StoreBatchSampler(Sampler[list[int]]):
         self._over = None
         if epoch != self._epoch or not self._resumed:
             self._go(epoch, 0, resumed=False)
-        self._asked = True
+        self._asked = epoch
 
     def _go(self, epoch: int, position: int, *, resumed: bool) -> None:
         """Let the next pass begin there; one that is under way moves nothing any more."""
@@ -150,7 +151,7 @@ class StoreBatchSampler(Sampler[list[int]]):
             return self._epoch + (not self._under_way.tentative), 0
         if not self._resumed:
             return self._epoch, 0
-        if not self._asked and self._at_end():
+        if self._asked != self._epoch and self._at_end():
             return self._epoch + 1, 0
         return self._epoch, self._position
 
@@ -217,7 +218,7 @@ class StoreBatchSampler(Sampler[list[int]]):
 
         Raises:
             StateMismatch: the state is of other data or another order; the message names the
-                field. Also where ``exact`` cannot deal the remaining rows out.
+                field. Also where the remaining rows cannot be dealt out exactly once.
         """
         mine = self.state_dict()
         for field, value in mine.items():
@@ -237,9 +238,8 @@ class StoreBatchSampler(Sampler[list[int]]):
             raise StateMismatch(self._impossible(self.rows - position))
         # A StatefulDataLoader loads when it is iterated, after set_epoch was called for that, and
         # iterates twice where its state is of a whole epoch.
-        asked = self._epoch if self._asked else self._over
+        asked = self._over if self._asked is None else self._asked
         self._go(epoch, position, resumed=True)
-        self._asked = asked == epoch
         self._over = asked if asked is not None and asked < epoch + self._at_end() else None
 
     def _at_end(self) -> bool:
@@ -247,7 +247,13 @@ class StoreBatchSampler(Sampler[list[int]]):
         return sizes is not None and not len(sizes)
 
     def _sizes(self, start: int) -> Int64Array | None:
-        return step_sizes(self.rows - start, self.batch_size, self.num_replicas, self.tail)
+        return step_sizes(
+            self.rows - start,
+            self.batch_size,
+            self.num_replicas,
+            drop_last=self.drop_last,
+            pad=self.pad,
+        )
 
     def _steps(self, start: int) -> list[tuple[int, int, int]]:
         """Return each step of all ranks: its first position, its rows, the position after it.
@@ -264,7 +270,7 @@ class StoreBatchSampler(Sampler[list[int]]):
         return (
             f"{rows} rows cannot be dealt to num_replicas={self.num_replicas} in the same number "
             f"of batches of at most {self.batch_size} with each row exactly once; use "
-            'tail="pad" or tail="drop_last"'
+            "pad=True or drop_last=True"
         )
 
     # ---- drawing
@@ -274,8 +280,7 @@ class StoreBatchSampler(Sampler[list[int]]):
         if self._over is not None:
             return self._next()
         self._epoch, self._position = self._next()
-        self._resumed = self._asked = False
-        self._under_way = begun
+        self._resumed, self._asked, self._under_way = False, None, begun
         return self._epoch, self._position
 
     def _order(self, epoch: int) -> Int64Array:
@@ -287,10 +292,10 @@ class StoreBatchSampler(Sampler[list[int]]):
         """Note what a pass has drawn, None for its end, unless the sampler has left it."""
         if by is not self._under_way:
             return
-        if position is None:
-            self._epoch, self._position, self._under_way = self._epoch + 1, 0, None
-        else:
+        if position is not None:
             self._position = position
+        elif not by.tentative:
+            self._epoch, self._position, self._under_way = self._epoch + 1, 0, None
 
 
 class _Pass(Iterator[list[int]]):
@@ -299,7 +304,7 @@ class _Pass(Iterator[list[int]]):
     def __init__(self, sampler: StoreBatchSampler):
         self._sampler = sampler
         self._batches: Iterator[tuple[list[int], int]] | None = None
-        # Whether the next pass begins the same epoch again if this one is left.
+        # Whether the next pass begins the same epoch again, unless set_epoch asks for another.
         self.tentative = False
 
     def __next__(self) -> list[int]:
@@ -316,7 +321,7 @@ class _Pass(Iterator[list[int]]):
         order = sampler._order(epoch)
         for position, size, after in sampler._steps(start):
             begin, end = share(size, sampler.rank, sampler.num_replicas)
-            # Only "pad" reaches beyond the end.
+            # Only ``pad`` reaches beyond the end.
             rows = np.arange(position + begin, position + end) % max(1, sampler.rows)
             batch = order[rows]
             if sampler.shuffle and sampler.block_rows is not None:
@@ -331,9 +336,15 @@ class _Pass(Iterator[list[int]]):
         return self._sampler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        self._sampler.load_state_dict(state)
-        # From the state of a whole epoch it draws ahead, drops that, and iterates anew.
-        self.tentative = self._sampler._next()[0] != state["epoch"]
+        # It may draw ahead from this pass, drop it because its user had come to the end of the
+        # epoch, and iterate anew; it does not say which.
+        sampler = self._sampler
+        sampler.load_state_dict(state)
+        if sampler._asked is not None and sampler._asked > sampler._epoch:
+            sampler._go(sampler._asked, 0, resumed=False)
+            self.tentative = True
+        elif sampler._at_end():
+            self._batches = iter(())
 
 
 def _placement(num_replicas: int | None, rank: int | None) -> tuple[int, int]:

@@ -65,8 +65,9 @@ def run_resume_test(make: Callable[[], Any], *, json_state: bool = True) -> None
         resumed.load_state_dict(state)
         rest = list(resumed)
         if stop == len(first):
-            # At its end the next epoch comes whole, neither replayed nor dropped.
-            _check(rest, second, "resumed at the end of an epoch")
+            # At its end the next epoch comes whole, neither replayed nor dropped. A loader whose
+            # user had not asked for more may end the old one first, as StatefulDataLoader does.
+            _check(rest or list(resumed), second, "resumed at the end of an epoch")
             continue
         _check(rest, first[stop:], f"resumed after {stop} items")
         _check(list(resumed), second, f"the epoch after one that was resumed at {stop}")

@@ -164,7 +164,7 @@ def own(conn: dict[str, Any], store: Any, only: str, runs: int) -> list[Row]:
     if only in "loader_vs_direct":
 
         def loader() -> None:
-            sampler = tdio.StoreBatchSampler(dataset, BATCH, shuffle=True, tail="drop_last")
+            sampler = tdio.StoreBatchSampler(dataset, BATCH, shuffle=True, drop_last=True)
             for number, _ in enumerate(DataLoader(dataset, batch_sampler=sampler), 1):
                 if number == times:
                     break
