@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import resource
 import signal
 import subprocess
 import sys
@@ -396,6 +397,27 @@ def test_a_lost_entry_is_named(store, raw):
         store[[40, 41]]
     with pytest.raises(errors.CorruptEntry, match="'a'"):
         store[0]
+
+
+@pytest.mark.parametrize("more", [1, 300 * 1024 * 1024])
+def test_an_entry_that_is_longer_than_it_says_is_not_read(store, raw, more):
+    """However much there is: the whole of an entry is asked for without an end."""
+    data = f"tensordict:{{{store.td_id}}}:d:a"
+    size = raw.strlen(data)
+    sound, before = store.to_tensordict(), usage()
+    raw.setrange(data, size + more - 1, b"x")
+    for read in (store.to_tensordict, lambda: store["a"]):
+        with pytest.raises(errors.CorruptEntry, match=f"{size} bytes .* {size + more} .*longer"):
+            read()
+    assert usage() - before < 64 * 1024 * 1024
+    assert (store[[1, 2]] == sound[[1, 2]]).all()
+    raw.set(data, raw.getrange(data, 0, size - 1))
+    assert (store.to_tensordict() == sound).all()
+
+
+def usage():
+    """Return the most memory that this process has had, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 WRITER = """

@@ -1,3 +1,5 @@
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -161,6 +163,12 @@ def test_the_commands_ask_for_the_ranges():
         b"*4\r\n$8\r\nGETRANGE\r\n$1\r\nk\r\n$1\r\n0\r\n$1\r\n2\r\n"
         b"*4\r\n$8\r\nGETRANGE\r\n$1\r\nk\r\n$1\r\n7\r\n$2\r\n10\r\n"
     )
+
+
+def test_the_whole_of_a_string_is_asked_for_without_numbers():
+    (read,) = reads_of([9])
+    (whole,) = list(encode_reads([dataclasses.replace(read, whole=True)]))
+    assert whole == (b"*2\r\n$3\r\nGET\r\n$1\r\nk\r\n", 9)
 
 
 @pytest.mark.parametrize("size", [1, 3, 4096])

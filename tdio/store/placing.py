@@ -13,7 +13,7 @@ import torch
 from tdio.errors import CorruptEntry, UnsupportedValue
 from tdio.layout.buffers import Slot, allocate
 from tdio.layout.index import Rows
-from tdio.layout.plan import Ranges, Selection, in_pieces, plan_rows
+from tdio.layout.plan import PIECE_BYTES, Ranges, Selection, in_pieces, plan_rows
 from tdio.layout.spec import Int64Array, LeafSpec
 from tdio.store.handle import Handle
 from tdio.wire.reading import StoreInfo
@@ -158,7 +158,8 @@ def landing(
             gathers.append(_Gather(np.empty(plan.moved_bytes, np.uint8), plan, into))
             into = gathers[-1].scratch
         what = (spec.path, location)
-        reads.append(RangeRead(names.data(spec.path), in_pieces(plan), into, what))
+        whole = plan.single == (0, spec.nbytes) and spec.nbytes <= PIECE_BYTES
+        reads.append(RangeRead(names.data(spec.path), in_pieces(plan), into, what, whole))
     # Small ones first: while the server is at them, the rest is encoded and prepared for.
     reads.sort(key=_nbytes)
     return Landing(slots, reads, storage, gathers, location)

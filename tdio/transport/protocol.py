@@ -17,11 +17,13 @@ import numpy as np
 from tdio.errors import CorruptEntry, EntryNotFound, ServerError
 from tdio.wire.ranges import encode_reads
 from tdio.wire.receiving import SCRATCH_BYTES, RangeReceiver, UnexpectedFrameError
-from tdio.wire.requests import Body, Commands, Fetch, encode_command, error_of
+from tdio.wire.requests import Body, Commands, Fetch, RangeRead, encode_command, error_of
 
 _SEND_BYTES = 64 * 1024
 #: So many bytes of commands are sent at once: the server begins while the rest is encoded.
 _EARLY_BYTES = 8 * 1024
+#: The first line of a bulk reply is shorter.
+_HEADER_BYTES = 32
 
 #: ``(True, buffer)``: send all of it. ``(False, views)``: receive at least a byte into them.
 Steps = Generator[tuple[bool, Any], int, Any]
@@ -158,23 +160,38 @@ class Protocol:
 
     def _explain(self, frame: UnexpectedFrameError, request: Fetch) -> Steps:
         """Parse the unexpected frame the ordinary way and raise what it means."""
-        self._reader.feed(frame.rest)
-        reply = yield from self._reply()
         what = f"{frame.read if frame.read else 'a read'} on {self._where}"
+        rest = frame.rest
+        while b"\r\n" not in rest[:_HEADER_BYTES] and len(rest) < _HEADER_BYTES:
+            n = yield False, [self._scratch.data]
+            rest += self._scratch[:n].tobytes()
+        header = rest[:_HEADER_BYTES].partition(b"\r\n")[0]
+        if frame.read and header[:1] == b"$" and header[1:].isdigit():
+            size = int(header[1:])
+            if size > frame.size:
+                # Not read, as it may be of any size: the connection stays out of step.
+                raise self._mismatch(what, frame.read, frame.size, size)
+        self._reader.feed(rest)
+        reply = yield from self._reply()
         if isinstance(reply, hiredis.ReplyError):
             raise error_of(str(reply), what)
         if frame.read is None:
             raise ServerError(f"{what}: the server answered a transaction with {reply!r:.80}")
-        size = len(reply) if isinstance(reply, bytes) else -1
-        if not size:
+        if not reply:
             raise EntryNotFound(
                 f"{what}: the server holds no bytes where {frame.size} were asked for (key "
                 f"{frame.read.key}): the entry was deleted or evicted, or the server restarted "
                 "empty"
             )
-        raise CorruptEntry(
-            f"{what}: {frame.size} bytes were asked for and {size} came: its data (key "
-            f"{frame.read.key}) is shorter than its metadata says, or was replaced meanwhile"
+        size = len(reply) if isinstance(reply, bytes) else -1
+        raise self._mismatch(what, frame.read, frame.size, size)
+
+    @staticmethod
+    def _mismatch(what: str, read: RangeRead, size: int, came: int) -> CorruptEntry:
+        than = "longer" if came > size else "shorter"
+        return CorruptEntry(
+            f"{what}: {size} bytes were asked for and {came} came: its data (key {read.key}) is "
+            f"{than} than its metadata says, or was replaced meanwhile"
         )
 
 

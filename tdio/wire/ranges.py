@@ -1,4 +1,4 @@
-"""Range reads on the wire: encode many ``GETRANGE`` in bulk."""
+"""Range reads on the wire: encode many ``GETRANGE`` in bulk, and ``GET`` for a whole string."""
 
 from __future__ import annotations
 
@@ -23,10 +23,13 @@ _PLAIN_COMMANDS = 16
 
 
 def encode_reads(reads: Sequence[RangeRead]) -> Iterator[tuple[bytes, int]]:
-    """Yield batches of encoded ``GETRANGE`` commands, each with the bytes it will bring."""
+    """Yield batches of encoded commands, each with the bytes it will bring."""
     for read in reads:
         starts, sizes = read.ranges.starts, read.ranges.sizes
         if not len(starts):
+            continue
+        if read.whole:
+            yield _get(read.key), len(read.into)
             continue
         head = _head(read.key)
         if read.ranges.single is not None:
@@ -54,6 +57,12 @@ def _head(key: str) -> bytes:
     """Return what stands before the numbers of a GETRANGE."""
     raw = key.encode()
     return b"*4\r\n$8\r\nGETRANGE\r\n$%d\r\n%b\r\n" % (len(raw), raw)
+
+
+@functools.lru_cache(4096)
+def _get(key: str) -> bytes:
+    raw = key.encode()
+    return b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(raw), raw)
 
 
 def _numbers(first: int, last: int) -> bytes:

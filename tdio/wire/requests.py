@@ -55,12 +55,15 @@ class RangeRead:
         ranges: what to read; their total size is that of ``into``.
         into: uint8 ``[n]`` destination.
         what: entry and store, for errors.
+        whole: whether it is all of the string, in one range. Asked for with ``GET``, which Valkey
+            answers without a copy: 20 entries of 80 kB take a third of the time.
     """
 
     key: str
     ranges: Ranges
     into: npt.NDArray[np.uint8]
     what: tuple[str, object]
+    whole: bool = False
 
     def __str__(self) -> str:
         return f"entry {self.what[0]!r} of {self.what[1]}"
