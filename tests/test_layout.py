@@ -175,7 +175,7 @@ def test_a_batch_moves_at_most_twice_what_it_returns_and_small_gaps(row_bytes, s
     specs = [LeafSpec(f"l{i}", torch.uint8, (count, n)) for i, n in enumerate(row_bytes)]
     plans = plan_leaves(specs, Rows(positions, (len(positions),), 1), (count,), None)
     returned = len(positions) * sum(row_bytes)
-    moved = sum(plan.moved_bytes for plan in plans)
+    moved = sum(plan.moved_bytes for _, plan in plans)
     assert moved <= 2 * returned + COMMAND_BYTES * len(steps) * len(row_bytes)
 
 

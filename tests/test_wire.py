@@ -8,7 +8,7 @@ from tdio.transport.address import FAR_WINDOW_BYTES, WINDOW_BYTES, Address
 from tdio.transport.protocol import Protocol
 from tdio.wire.ranges import encode_reads
 from tdio.wire.receiving import DIRECT_BYTES, RangeReceiver, UnexpectedFrameError
-from tdio.wire.requests import Fetch, RangeRead
+from tdio.wire.requests import Fetch, RangeRead, Reads
 from tdio.wire.scatter import spread
 
 
@@ -111,6 +111,36 @@ def test_the_entry_whose_reply_is_odd_is_named(odd, blamed, step):
     assert caught.value.read.what[0] == blamed
 
 
+def test_a_read_is_planned_and_its_result_made_while_the_server_is_at_others():
+    """What is done, in order: the first leaf is asked for before the others are planned."""
+    reads, done = reads_of([20_000] * 20, [5] * 300, [7] * 300), []
+
+    def planned():
+        for name, read in zip("abc", reads, strict=True):
+            done.append(f"plan {name}")
+            yield read
+
+    stream, payloads = stream_of(reads)
+    stream += b"$1\r\nv\r\n"
+    again = Reads(planned())
+    fetch = Fetch(again, [("GET", "k")], meanwhile=lambda: done.append("meanwhile"))
+    steps, got = Protocol("a server", 100_000).exchange(fetch), None
+    with pytest.raises(StopIteration):
+        while True:
+            sending, buffer = steps.send(got)
+            got = None
+            if sending:
+                done.append("send")
+                continue
+            n = min(sum(map(len, buffer)), 30_000, len(stream))
+            spread(buffer, stream[:n])
+            stream, got = stream[n:], n
+    assert [read.into.tobytes() for read in reads] == payloads
+    assert done[:3] == ["plan a", "send", "plan b"] and done.index("plan c") < 10
+    assert done[-2:] == ["meanwhile", "send"] and done.count("meanwhile") == 1
+    assert list(again) == list(again) == reads and done.count("plan a") == 1
+
+
 @pytest.mark.parametrize("window", [100, 10_000, 300_000])
 @pytest.mark.parametrize("name", CASES)
 def test_no_more_is_under_way_than_the_window_and_one_batch(name, window):
@@ -118,7 +148,7 @@ def test_no_more_is_under_way_than_the_window_and_one_batch(name, window):
     stream, payloads = stream_of(reads)
     stream += b"$1\r\nv\r\n"
     largest = max((n for _, n in encode_reads(reads)), default=0)
-    steps = Protocol("a server", window).exchange(Fetch(reads, [("GET", "k")]))
+    steps = Protocol("a server", window).exchange(Fetch(Reads(reads), [("GET", "k")]))
     asked, taken, most, got = 0, 0, 0, None
     try:
         while True:

@@ -22,7 +22,8 @@ from tdio.layout.spec import Int64Array
 
 #: Request and reply framing of one GETRANGE, about: a gap below this is cheaper to read than skip.
 COMMAND_BYTES = 128
-#: Merging more than this many bytes of gap saves no time even at full density.
+#: Merging more than this many bytes of gap saves no time even at full density; nor does merging
+#: rows above that, whose copy takes longer than another command.
 MAX_GAP_BYTES = 16 * 1024
 #: So many bytes take as long as another GETRANGE and its reply (about 2.7 us).
 QUICK_BYTES = 4 * 1024
@@ -151,7 +152,7 @@ def plan_rows(
     if len(positions) == 1:
         return one_range(int(positions[0]) * row_bytes, row_bytes)
     runs = len(selection.breaks) + 1
-    if runs > 1 and gather:
+    if runs > 1 and gather and row_bytes <= MAX_GAP_BYTES:
         small = row_bytes <= SORTED_ROW_BYTES and runs >= _SORTED_RUNS
         limit = _gap_limit(selection, row_bytes, runs // (_BULK if small else 2) - 1, spare)
         if limit is not None:

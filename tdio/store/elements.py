@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from tdio.layout.plan import plan_elements
 from tdio.layout.spec import Int64Array, LeafSpec
 from tdio.store.entries import decoded, entries_of
 from tdio.store.handle import ATTEMPTS, Contended, Handle, Plan
-from tdio.store.placing import feature, landing, plan_leaves
+from tdio.store.placing import Planned, feature, landing, plan_leaves
 from tdio.store.shape import Frame, levels_at
 from tdio.wire.reading import StoreInfo
 from tdio.wire.requests import Operation
@@ -63,14 +63,9 @@ def _planning(
     info, tensors = handle.info, entries.tensors
     assert info.stack is not None
     rows = select(info.batch, (slice(None),) * info.stack + (torch.from_numpy(positions),))
-    dense = [spec for spec in tensors if not spec.ragged]
-    plans = iter(plan_leaves(dense, rows, info.batch, info.stack))
     slots, nbytes = pack([_leaf(spec, positions, rows, info) for spec in tensors])
-    ranges = [
-        plan_elements(positions, spec.offsets) if spec.offsets is not None else next(plans)
-        for spec in tensors
-    ]
-    landed = yield from landing(handle, tensors, ranges, slots, nbytes)
+    plans = _plans(tensors, positions, rows, info)
+    landed = yield from landing(handle, tensors, plans, slots, nbytes)
 
     def finish(blobs: list[bytes | None]) -> list[TensorDict]:
         storage = landed.storage(device)
@@ -92,6 +87,17 @@ def _planning(
         ]
 
     return Plan(landed.reads, [spec.path for spec in entries.values], finish)
+
+
+def _plans(
+    tensors: Sequence[LeafSpec], positions: Int64Array, rows: Rows, info: StoreInfo
+) -> Iterator[Planned]:
+    dense = [at for at, spec in enumerate(tensors) if not spec.ragged]
+    for nth, plan in plan_leaves([tensors[at] for at in dense], rows, info.batch, info.stack):
+        yield dense[nth], plan
+    for at, spec in enumerate(tensors):
+        if spec.offsets is not None:
+            yield at, plan_elements(positions, spec.offsets)
 
 
 def _leaf(

@@ -7,11 +7,10 @@ from typing import Any
 
 from tdio.layout.buffers import Slot, pack
 from tdio.layout.index import Rows
-from tdio.layout.plan import Ranges
 from tdio.layout.spec import LeafSpec
 from tdio.layout.values import ValueSpec, decode_value
 from tdio.store.handle import Handle
-from tdio.store.placing import Landing, feature, landing, leaf_shape, plan_leaves
+from tdio.store.placing import Landing, Planned, feature, landing, leaf_shape, plan_leaves
 from tdio.store.shape import Frame
 from tdio.wire.reading import Spec, StoreInfo
 from tdio.wire.requests import Operation
@@ -47,7 +46,7 @@ class Entries:
         self.value_names = [spec.path[cut:] for spec in self.values]
         self._stack = info.stack
         self._layouts: dict[tuple[int, ...], tuple[list[Slot], int]] = {}
-        self._all: list[Ranges] | None = None
+        self._all: list[Planned] | None = None
 
     def batch(self, rows: Rows) -> tuple[int, ...]:
         """Return the batch size of the selected rows."""
@@ -70,14 +69,17 @@ class Entries:
             _keep(self._layouts, batch, found)
         return found
 
-    def _plans(self, rows: Rows) -> Sequence[Ranges]:
+    def _plans(self, rows: Rows) -> Iterable[Planned]:
         everything = not rows.depth and len(rows.positions) == 1
         if everything and self._all is not None:
             return self._all
         plans = plan_leaves(self.tensors, rows, self.frame.batch, self._stack)
-        if everything and sum(len(plan.starts) for plan in plans) <= _KEPT:
-            self._all = plans
-        return plans
+        if not everything:
+            return plans
+        every = list(plans)
+        if sum(len(plan.starts) for _, plan in every) <= _KEPT:
+            self._all = every
+        return every
 
 
 def entries_of(handle: Handle, paths: Sequence[str] | None, prefix: str = "") -> Operation[Entries]:

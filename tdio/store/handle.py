@@ -7,6 +7,7 @@ themselves: a sync or an async client runs them.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -36,7 +37,7 @@ from tdio.wire.changes import (
 )
 from tdio.wire.names import Names
 from tdio.wire.reading import Spec, StoreInfo, Tokens, token_items
-from tdio.wire.requests import Arg, Commands, Fetch, Operation, RangeRead
+from tdio.wire.requests import Arg, Commands, Fetch, Operation, RangeRead, Reads
 
 T = TypeVar("T")
 #: Attempts of a read or write that others come between.
@@ -70,11 +71,23 @@ class Plan:
         reads: byte ranges, with the buffers that they land in.
         values: paths of non-tensor entries, whose bytes are given to ``finish``.
         finish: turns them and the filled buffers into the result.
+        meanwhile: what can be made of the result before any byte of it is there.
     """
 
-    reads: list[RangeRead]
+    reads: Reads
     values: Sequence[str]
     finish: Callable[[list[bytes | None]], Any]
+    meanwhile: Callable[[], None] | None = None
+
+    @property
+    def several(self) -> bool:
+        """Whether it takes more than one command."""
+        commands = len(self.values)
+        for read in self.reads:
+            commands += len(read.ranges.starts)
+            if commands > 1:
+                break
+        return commands > 1
 
 
 @dataclass(frozen=True)
@@ -304,16 +317,15 @@ class Handle:
                 continue  # another thread read it anew while this one planned
             atomic = torn > 0 and self._may_transact
             stamp = np.empty(len(known.version), np.uint8)
-            several = len(plan.values) + sum(len(read.ranges.starts) for read in plan.reads) > 1
-            stamped = bool(len(stamp)) and several and not atomic
+            stamped = bool(len(stamp)) and not atomic and plan.several
             reads = plan.reads
             if stamped:
                 whole = one_range(0, len(stamp))
                 first = RangeRead(self.names.version, whole, stamp, ("", self.location))
-                reads = [first, *reads]
+                reads = Reads(itertools.chain((first,), reads))
             after: list[tuple[Arg, ...]] = [("GET", self.names.data(p)) for p in plan.values]
             try:
-                replies = yield Fetch(reads, [*after, *self._tokens], atomic)
+                replies = yield Fetch(reads, [*after, *self._tokens], atomic, plan.meanwhile)
             except AccessDenied:
                 if not atomic:
                     raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,14 +13,18 @@ import torch
 from tdio.errors import CorruptEntry, UnsupportedValue
 from tdio.layout.buffers import Slot, allocate
 from tdio.layout.index import Rows
-from tdio.layout.plan import PIECE_BYTES, Ranges, Selection, in_pieces, plan_rows
+from tdio.layout.plan import MAX_GAP_BYTES, PIECE_BYTES, Ranges, Selection, in_pieces, plan_rows
 from tdio.layout.spec import Int64Array, LeafSpec
 from tdio.store.handle import Handle
 from tdio.wire.reading import StoreInfo
-from tdio.wire.requests import Commands, Operation, RangeRead
+from tdio.wire.requests import Commands, Operation, RangeRead, Reads
 
 #: A read above this asks first whether the bytes are there: another round trip is then nothing.
 _UNASKED_BYTES = 16 * 1024 * 1024
+
+
+#: The position of a leaf among those that are read, and its ranges.
+Planned = tuple[int, Ranges]
 
 
 def feature(spec: LeafSpec, batch: tuple[int, ...]) -> tuple[int, ...]:
@@ -40,11 +44,12 @@ def plan_leaves(
     stack: int | None,
     *,
     gather: bool = True,
-) -> list[Ranges]:
-    """Plan the same rows of several homogeneous leaves.
+) -> Iterator[Planned]:
+    """Plan the same rows of several homogeneous leaves, in the order to ask for them.
 
-    What is read between the rows of all of them is at most as much as what is returned, gaps below
-    the size of a command aside.
+    Rows too large to be merged come first, as there is little to plan; then from the smallest leaf
+    on. What is read between the rows of all of them is at most as much as what is returned, gaps
+    below the size of a command aside.
     """
     plain = Selection(rows.positions)
     swapped: Selection | None = None
@@ -60,13 +65,12 @@ def plan_leaves(
             chosen.append((plain, inner * row))
     sizes = [len(selection.positions) * row for selection, row in chosen]
     spare = sum(sizes)
-    plans: list[Any] = [None] * len(specs)
-    for at in sorted(range(len(specs)), key=sizes.__getitem__):
+    for at in sorted(range(len(specs)), key=lambda at: (chosen[at][1] <= MAX_GAP_BYTES, sizes[at])):
         selection, row = chosen[at]
-        plans[at] = plan_rows(selection, row, gather=gather, spare=spare)
-        if plans[at].rows is not None:
-            spare = max(0, spare - max(0, plans[at].moved_bytes - sizes[at]))
-    return plans
+        plan = plan_rows(selection, row, gather=gather, spare=spare)
+        if plan.rows is not None:
+            spare = max(0, spare - max(0, plan.moved_bytes - sizes[at]))
+        yield at, plan
 
 
 def _to_stack_first(rows: Rows, batch: tuple[int, ...], stack: int) -> Int64Array:
@@ -106,11 +110,12 @@ class Landing:
     Attributes:
         slots: the place of each leaf in it.
         reads: what fills it.
+        memory: the storage, uint8 ``[nbytes]``, before anything has been read.
     """
 
     slots: Sequence[Slot]
-    reads: list[RangeRead]
-    _storage: torch.Tensor
+    reads: Reads
+    memory: torch.Tensor
     _gathers: list[_Gather]
     _where: object
 
@@ -123,7 +128,7 @@ class Landing:
         for gather in self._gathers:
             gather.place()
         try:
-            return self._storage if device is None else self._storage.to(device)
+            return self.memory if device is None else self.memory.to(device)
         except (RuntimeError, AssertionError) as error:
             raise UnsupportedValue(
                 f"{self._where}: its tensors are to go to {device}, where they cannot ({error}); "
@@ -134,23 +139,34 @@ class Landing:
 def landing(
     handle: Handle,
     specs: Sequence[LeafSpec],
-    plans: Sequence[Ranges],
+    plans: Iterable[Planned],
     slots: Sequence[Slot],
     nbytes: int,
 ) -> Operation[Landing]:
-    """Take memory for the planned ranges of several leaves.
+    """Take memory for the ranges of several leaves, which are planned as they are asked for.
 
     Raises:
         CorruptEntry: an entry is shorter than its metadata says; asked for large reads only.
     """
     if nbytes > _UNASKED_BYTES:
         yield from _check_held(handle, specs)
-    storage = allocate(nbytes)
-    target = storage.numpy()
-    reads: list[RangeRead] = []
-    names, location = handle.names, handle.location
+    memory = allocate(nbytes)
     gathers: list[_Gather] = []
-    for spec, plan, slot in zip(specs, plans, slots, strict=True):
+    reads = Reads(_reads(handle, specs, plans, slots, memory.numpy(), gathers))
+    return Landing(slots, reads, memory, gathers, handle.location)
+
+
+def _reads(
+    handle: Handle,
+    specs: Sequence[LeafSpec],
+    plans: Iterable[Planned],
+    slots: Sequence[Slot],
+    target: Any,
+    gathers: list[_Gather],
+) -> Iterator[RangeRead]:
+    names, location = handle.names, handle.location
+    for at, plan in plans:
+        spec, slot = specs[at], slots[at]
         if not slot.nbytes:
             continue
         into = target[slot.start : slot.start + slot.nbytes]
@@ -159,14 +175,7 @@ def landing(
             into = gathers[-1].scratch
         what = (spec.path, location)
         whole = plan.single == (0, spec.nbytes) and spec.nbytes <= PIECE_BYTES
-        reads.append(RangeRead(names.data(spec.path), in_pieces(plan), into, what, whole))
-    # Small ones first: while the server is at them, the rest is encoded and prepared for.
-    reads.sort(key=_nbytes)
-    return Landing(slots, reads, storage, gathers, location)
-
-
-def _nbytes(read: RangeRead) -> int:
-    return len(read.into)
+        yield RangeRead(names.data(spec.path), in_pieces(plan), into, what, whole)
 
 
 def _check_held(handle: Handle, specs: Sequence[LeafSpec]) -> Operation[None]:

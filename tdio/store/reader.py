@@ -190,13 +190,25 @@ def _planning(
     rows = select(batch, items)
     landing = yield from entries.landing(handle, rows)
 
-    def finish(blobs: list[bytes | None]) -> Batch:
-        storage = landing.storage(device)
+    def build(storage: torch.Tensor, values: dict[str, Any]) -> Batch:
         placed = dict(zip(entries.names, landing.slots, strict=True))
-        values = _values_at(handle, entries, blobs, rows, items)
         levels = levels_at(info, entries.frame, rows, items)
         size = entries.batch(rows)
         return consolidated(storage, placed, size, device, values=values, levels=levels)
+
+    if device is None and not entries.values:
+        # Views of the memory that the bytes land in, made while the server is at them.
+        built: list[Batch] = []
+
+        def filled(blobs: list[bytes | None]) -> Batch:
+            landing.storage(None)
+            return built.pop()
+
+        return Plan(landing.reads, (), filled, lambda: built.append(build(landing.memory, {})))
+
+    def finish(blobs: list[bytes | None]) -> Batch:
+        storage = landing.storage(device)
+        return build(storage, _values_at(handle, entries, blobs, rows, items))
 
     return Plan(landing.reads, [spec.path for spec in entries.values], finish)
 

@@ -111,7 +111,7 @@ def read_windows(
             plans.append(plan_rows(Selection(steps), row_bytes))
             leaves.append((spec.dtype, (count, length, *step)))
         slots, nbytes = pack(leaves)
-        landed = yield from landing(handle, list(specs.values()), plans, slots, nbytes)
+        landed = yield from landing(handle, list(specs.values()), enumerate(plans), slots, nbytes)
 
         def finish(blobs: list[bytes | None]) -> TensorDict:
             placed = dict(zip(specs, slots, strict=True))

@@ -104,7 +104,7 @@ def rows_changes(
             value = _broadcast(value, shape)
         check_fit(path, value, spec.dtype, shape, where)
         # A write may not touch the gaps between rows: runs only, never gathered.
-        (plan,) = plan_leaves([spec], rows, batch, stack, gather=False)
+        ((_, plan),) = plan_leaves([spec], rows, batch, stack, gather=False)
         writes.append(PutRows(spec, plan, as_bytes(value)))
     return writes
 

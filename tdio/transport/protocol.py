@@ -131,21 +131,32 @@ class Protocol:
         receiver = RangeReceiver(request.reads, self._scratch, prefix=prefix)
         # In a transaction nothing is sent back before the end.
         window = float("inf") if request.atomic else self._window_bytes
-        asked, sent = 0, False
+        asked, begun, sent, ready = 0, False, False, None
+        meanwhile = request.meanwhile or _nothing
         try:
             while not (sent and receiver.done):
                 while not sent and asked - receiver.received_bytes < window:
-                    batch = next(batches, None)
+                    batch = ready or next(batches, None)
+                    ready = None
                     if batch is None:
                         sent = True
+                        # A send may wait until the server has taken what went before.
+                        if begun:
+                            meanwhile()
                         yield True, pending + tail
+                        if not begun:
+                            meanwhile()
                         break
                     pending += batch[0]
                     asked += batch[1]
                     if len(pending) >= _EARLY_BYTES or asked - receiver.received_bytes >= window:
                         yield True, pending
-                        pending = b""
+                        pending, begun = b"", True
                 if not receiver.done:
+                    # There is nothing to do but to wait: prepare what is asked for next. One leaf
+                    # at a time, so that the server does not run out of work.
+                    request.reads.take_one()
+                    ready = ready or next(batches, None)
                     receiver.got((yield False, receiver.want()))
         except UnexpectedFrameError as frame:
             yield from self._explain(frame, request)
@@ -209,6 +220,10 @@ def _unwrap(replies: list[Any]) -> Any:
         return final
     # EXECABORT: the reason stands at the command that was refused when it was queued.
     return [reply if isinstance(reply, hiredis.ReplyError) else final for reply in replies[1:-1]]
+
+
+def _nothing() -> None:
+    pass
 
 
 def _send_body(body: Body) -> Steps:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,7 @@ BATCH_BYTES = 128 * 1024
 _PLAIN_COMMANDS = 16
 
 
-def encode_reads(reads: Sequence[RangeRead]) -> Iterator[tuple[bytes, int]]:
+def encode_reads(reads: Iterable[RangeRead]) -> Iterator[tuple[bytes, int]]:
     """Yield batches of encoded commands, each with the bytes it will bring."""
     for read in reads:
         starts, sizes = read.ranges.starts, read.ranges.sizes

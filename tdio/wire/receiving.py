@@ -9,7 +9,7 @@ error, a short reply) is left for the ordinary parser.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -44,7 +44,7 @@ class UnexpectedFrameError(Exception):
         self.rest = rest
 
 
-def _groups(reads: Sequence[RangeRead]) -> Iterator[Group]:
+def _groups(reads: Iterable[RangeRead]) -> Iterator[Group]:
     for read in reads:
         into, sizes = read.into.data, read.ranges.sizes
         few = len(sizes) <= _DIRECT_RANGES
@@ -75,7 +75,7 @@ class RangeReceiver:
     """
 
     def __init__(
-        self, reads: Sequence[RangeRead], scratch: Bytes | None = None, *, prefix: bytes = b""
+        self, reads: Iterable[RangeRead], scratch: Bytes | None = None, *, prefix: bytes = b""
     ):
         self.received_bytes = 0
         self._prefix = prefix

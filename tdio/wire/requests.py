@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -69,6 +70,30 @@ class RangeRead:
         return f"entry {self.what[0]!r} of {self.what[1]}"
 
 
+class Reads:
+    """Range reads, each taken from an iterator when it is come to for the first time.
+
+    So the server is at the first while the others are planned. May be gone over again.
+    """
+
+    def __init__(self, reads: Iterable[RangeRead] = ()):
+        self._taken: list[RangeRead] = []
+        self._more = iter(reads)
+
+    def __iter__(self) -> Iterator[RangeRead]:
+        for at in itertools.count():
+            if at == len(self._taken):
+                following = next(self._more, None)
+                if following is None:
+                    return
+                self._taken.append(following)
+            yield self._taken[at]
+
+    def take_one(self) -> None:
+        """Have one more planned."""
+        self._taken += itertools.islice(self._more, 1)
+
+
 @dataclass(slots=True)
 class Fetch:
     """One round trip of range reads, whose data is in the buffers when it ends.
@@ -77,11 +102,13 @@ class Fetch:
         reads: what to read.
         after: ordinary commands that follow them; their replies are those of the round trip.
         atomic: wrap all of it in MULTI/EXEC.
+        meanwhile: work that needs no reply, done once everything has been asked for.
     """
 
-    reads: list[RangeRead] = field(default_factory=list)
+    reads: Reads = field(default_factory=Reads)
     after: list[tuple[Arg, ...]] = field(default_factory=list)
     atomic: bool = False
+    meanwhile: Callable[[], None] | None = None
 
 
 #: An argument up to this size is copied, so that it goes out with what is around it.
