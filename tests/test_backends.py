@@ -7,7 +7,9 @@ import ssl
 
 import pytest
 import redis
+import torch
 from _servers import redis_of_the_system, server_of, tls_in_front_of, version_of
+from tensordict import TensorDict
 
 from tdio import TensorDictStore, errors, open_store
 from tdio.server import embedded_server
@@ -117,7 +119,7 @@ class TestTls(OnAServer):
 
     def test_a_reply_has_the_other_limit(self, front):
         address = Address(options=ssl_options(front) | {"socket_timeout": 7.0}, **where(front))
-        connection = address.connect()
+        connection, _ = address.connect()
         assert connection._sock.gettimeout() == connection.socket_timeout == 7.0
         connection.disconnect()
 
@@ -157,6 +159,33 @@ class TestRedisOfTheSystem(OnAServer):
     @pytest.fixture
     def connection(self, system):
         return system.connection_kwargs
+
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize("protocol", [2, 3])
+@pytest.mark.parametrize(("kind", "at_once"), [("server", True), ("old", False), ("system", False)])
+def test_a_large_entry_is_asked_for_whole_where_that_costs_no_copy(
+    request, kind, at_once, protocol
+):
+    """Servers but Valkey would hold a reply as large as the entry."""
+    conn = request.getfixturevalue(kind).connection_kwargs | {"protocol": protocol}
+    data = TensorDict(x=torch.arange(3 * MIB).to(torch.uint8), batch_size=[3 * MIB])
+
+    def called():
+        stats = raw.info("commandstats")
+        return [stats.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in ("get", "getrange")]
+
+    with redis.Redis(**conn) as raw, TensorDictStore.from_tensordict(data, **conn) as store:
+        store.to_tensordict()
+        for read in (store.to_tensordict, lambda: asyncio.run(store.aread())):
+            before = called()
+            assert (read()["x"] == data["x"]).all()
+            wholes, ranges = (b - a for a, b in zip(before, called(), strict=True))
+            # Beside the entry a range for the version, and one for the schema.
+            assert (wholes, ranges - 2) == ((1, 0) if at_once else (0, 4))
+        store.clear_redis()
 
 
 class TestReader(ByRedis, StoreReadTests):

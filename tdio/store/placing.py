@@ -13,7 +13,7 @@ import torch
 from tdio.errors import CorruptEntry, UnsupportedValue
 from tdio.layout.buffers import Slot, allocate
 from tdio.layout.index import Rows
-from tdio.layout.plan import MAX_GAP_BYTES, PIECE_BYTES, Ranges, Selection, in_pieces, plan_rows
+from tdio.layout.plan import MAX_GAP_BYTES, Ranges, Selection, plan_rows
 from tdio.layout.spec import Int64Array, LeafSpec
 from tdio.store.handle import Handle
 from tdio.wire.reading import StoreInfo
@@ -174,8 +174,8 @@ def _reads(
             gathers.append(_Gather(np.empty(plan.moved_bytes, np.uint8), plan, into))
             into = gathers[-1].scratch
         what = (spec.path, location)
-        whole = plan.single == (0, spec.nbytes) and spec.nbytes <= PIECE_BYTES
-        yield RangeRead(names.data(spec.path), in_pieces(plan), into, what, whole)
+        whole = plan.single == (0, spec.nbytes)
+        yield RangeRead(names.data(spec.path), plan, into, what, whole)
 
 
 def _check_held(handle: Handle, specs: Sequence[LeafSpec]) -> Operation[None]:

@@ -23,10 +23,10 @@ _MAX_IDLE = 4
 class AsyncLink:
     """A connection of ``redis.asyncio`` that belongs to one event loop."""
 
-    def __init__(self, address: Address, connection: Any):
+    def __init__(self, address: Address, connection: Any, whole_bytes: int):
         self._address = address
         self._connection = connection
-        self._protocol = Protocol(address, address.window_bytes)
+        self._protocol = Protocol(address, address.window_bytes, whole_bytes)
         self.broken = False
 
     def stale(self) -> bool:
@@ -164,7 +164,7 @@ class AsyncClient:
             if not link.stale():
                 return link
             await link.close()
-        return AsyncLink(self.address, await self.address.connect_async())
+        return AsyncLink(self.address, *await self.address.connect_async())
 
     async def close(self) -> None:
         """Close the connections."""

@@ -23,11 +23,11 @@ class Link:
 
     def __init__(self, address: Address):
         self.address = address
-        self._connection = address.connect()
+        self._connection, whole_bytes = address.connect()
         # redis-py connects, authenticates and does TLS; from here on the socket is ours.
         self._socket: socket.socket = self._connection._sock
         self._socket.settimeout(address.timeout_s)
-        self._protocol = Protocol(address, address.window_bytes)
+        self._protocol = Protocol(address, address.window_bytes, whole_bytes)
         self.broken = False
 
     def close(self) -> None:

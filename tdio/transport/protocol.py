@@ -15,9 +15,10 @@ import hiredis
 import numpy as np
 
 from tdio.errors import CorruptEntry, EntryNotFound, ServerError
-from tdio.wire.ranges import encode_reads
+from tdio.layout.plan import PIECE_BYTES
+from tdio.wire.ranges import as_asked, encode_reads
 from tdio.wire.receiving import SCRATCH_BYTES, RangeReceiver, UnexpectedFrameError
-from tdio.wire.requests import Body, Commands, Fetch, RangeRead, encode_command, error_of
+from tdio.wire.requests import Body, Commands, Fetch, RangeRead, Reads, encode_command, error_of
 
 _SEND_BYTES = 64 * 1024
 #: So many bytes of commands are sent at once: the server begins while the rest is encoded.
@@ -35,14 +36,15 @@ class Protocol:
     Args:
         where: the server, for errors.
         window_bytes: how many bytes of replies may be under way.
+        whole_bytes: up to which size a string is asked for at once.
 
     Attributes:
         in_step: whether every reply that was asked for has been read.
     """
 
-    def __init__(self, where: Any, window_bytes: int):
+    def __init__(self, where: Any, window_bytes: int, whole_bytes: int = PIECE_BYTES):
         self._where = where
-        self._window_bytes = window_bytes
+        self._window_bytes, self._whole_bytes = window_bytes, whole_bytes
         self._reader = hiredis.Reader()
         self._scratch = np.empty(SCRATCH_BYTES, np.uint8)
         self.in_step = True
@@ -121,14 +123,15 @@ class Protocol:
 
     def _fetch(self, request: Fetch) -> Steps:
         prefix = pending = b""
-        batches = encode_reads(request.reads)
+        reads = Reads(as_asked(read, self._whole_bytes) for read in request.reads)
+        batches = encode_reads(reads)
         tail = b"".join(map(_encoded, request.after))
         if request.atomic:
-            count = len(request.after) + sum(len(read.ranges.starts) for read in request.reads)
+            count = len(request.after) + sum(len(read.ranges.starts) for read in reads)
             prefix = b"+OK\r\n" + b"+QUEUED\r\n" * count + b"*%d\r\n" % count
             tail += b"*1\r\n$4\r\nEXEC\r\n"
             pending = b"*1\r\n$5\r\nMULTI\r\n"
-        receiver = RangeReceiver(request.reads, self._scratch, prefix=prefix)
+        receiver = RangeReceiver(reads, self._scratch, prefix=prefix)
         # In a transaction nothing is sent back before the end.
         window = float("inf") if request.atomic else self._window_bytes
         asked, begun, sent, ready = 0, False, False, None
@@ -155,7 +158,7 @@ class Protocol:
                 if not receiver.done:
                     # There is nothing to do but to wait: prepare what is asked for next. One leaf
                     # at a time, so that the server does not run out of work.
-                    request.reads.take_one()
+                    reads.take_one()
                     ready = ready or next(batches, None)
                     receiver.got((yield False, receiver.want()))
         except UnexpectedFrameError as frame:

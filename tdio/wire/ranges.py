@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
+from tdio.layout.plan import in_pieces
 from tdio.wire.requests import RangeRead
 
 Bytes = npt.NDArray[np.uint8]
@@ -20,6 +22,20 @@ BATCH_COMMANDS = 256
 BATCH_BYTES = 128 * 1024
 #: Up to so many commands plain Python is as fast as numpy.
 _PLAIN_COMMANDS = 16
+
+
+def as_asked(read: RangeRead, whole_bytes: int) -> RangeRead:
+    """Return a read as commands ask for it: long ranges in pieces, or the whole string at once.
+
+    A whole string of up to ``whole_bytes`` is asked for with ``GET``, which Valkey answers without
+    a copy: 20 entries of 80 kB take a third of the time, one of 8 MB two thirds.
+    """
+    if read.whole and len(read.into) <= whole_bytes:
+        return read
+    pieces = in_pieces(read.ranges)
+    if pieces is read.ranges and not read.whole:
+        return read
+    return replace(read, ranges=pieces, whole=False)
 
 
 def encode_reads(reads: Iterable[RangeRead]) -> Iterator[tuple[bytes, int]]:

@@ -56,8 +56,7 @@ class RangeRead:
         ranges: what to read; their total size is that of ``into``.
         into: uint8 ``[n]`` destination.
         what: entry and store, for errors.
-        whole: whether it is all of the string, in one range. Asked for with ``GET``, which Valkey
-            answers without a copy: 20 entries of 80 kB take a third of the time.
+        whole: whether it is all of the string, in one range.
     """
 
     key: str

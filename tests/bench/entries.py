@@ -59,7 +59,7 @@ def _one(conn: dict[str, Any], leaves: int, size: str, runs: int, only: str) -> 
     }
     rows = []
     for name, call in work.items():
-        times = 1 if size == "large" and name in ("whole", "update_") else 20
+        times = 100 if size == "small" else 1 if name in ("whole", "update_") else 20
         row = f"{name}_{leaves}_{size}_vs_reference"
         if only not in row:
             continue
