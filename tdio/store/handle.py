@@ -26,7 +26,7 @@ from tdio.errors import (
 )
 from tdio.layout.levels import Level
 from tdio.layout.paths import below
-from tdio.layout.plan import one_range
+from tdio.layout.plan import PIECE_BYTES, one_range
 from tdio.transport.address import Address
 from tdio.transport.aio import AsyncClient
 from tdio.transport.client import Client
@@ -84,7 +84,8 @@ class Plan:
         """Whether it takes more than one command."""
         commands = len(self.values)
         for read in self.reads:
-            commands += len(read.ranges.starts)
+            # A long range is asked for in pieces where the server is not Valkey.
+            commands += len(read.ranges.starts) + (len(read.into) > PIECE_BYTES)
             if commands > 1:
                 break
         return commands > 1
