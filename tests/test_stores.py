@@ -451,18 +451,23 @@ def test_a_dead_writer_leaves_no_store(conn, raw):
         delete_store(td_id="half", **conn)
 
 
-def test_a_leaf_above_the_limit_is_refused_before_it_is_sent(conn, raw):
+@pytest.mark.parametrize("limit", [2**20, 70 * 2**20])
+def test_a_leaf_above_the_limit_is_refused_before_it_is_sent(conn, raw, store, limit):
     before = raw.config_get("proto-max-bulk-len")["proto-max-bulk-len"]
-    raw.config_set("proto-max-bulk-len", 70 * 1024 * 1024)
+    raw.config_set("proto-max-bulk-len", limit)
     try:
-        big = TensorDict(
-            small=torch.zeros(1),
-            big=torch.zeros(1, 100 * 1024 * 1024, dtype=torch.int8),
-            batch_size=[1],
-        )
-        with pytest.raises(errors.EntryTooLarge, match="proto-max-bulk-len"):
+        leaf = torch.zeros(1, limit + 1, dtype=torch.int8)
+        big = TensorDict(small=torch.zeros(1), big=leaf, batch_size=[1])
+        with pytest.raises(errors.EntryTooLarge, match=f"proto-max-bulk-len, {limit} bytes"):
             TensorDictStore.from_tensordict(big, td_id="big", **conn)
         assert not list(raw.scan_iter("tensordict:{big}:*"))
+        keys = set(store.keys())
+        with pytest.raises(errors.EntryTooLarge, match="'big'"):
+            store["big"] = leaf[0, 0].expand(*store.batch_size, limit // 200 + 1)
+        with pytest.raises(errors.EntryTooLarge, match="'big'"):
+            store.set_non_tensor("big", "x" * (limit + 1))
+        assert set(store.keys()) == keys
+        store["small"] = leaf[0, 0].expand(*store.batch_size, limit // 200)
     finally:
         raw.config_set("proto-max-bulk-len", before)
 

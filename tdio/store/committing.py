@@ -28,8 +28,8 @@ from tdio.wire.changes import (
 from tdio.wire.reading import Spec, Tokens
 from tdio.wire.requests import Arg, Commands, Operation, Pause
 
-#: Every server takes this much; the limit is asked for only above it.
-_ANY_SERVER_BYTES = 64 * 1024 * 1024
+#: Every server takes this much, as no limit can be set lower; it is asked for only above.
+_ANY_SERVER_BYTES = 1024 * 1024
 #: After so many lost attempts a writer asks for a turn, which ends by itself after so long.
 _PATIENCE = 4
 _TURN_MS = 1000
