@@ -444,6 +444,15 @@ def test_pinning_pins_one_storage(pins):
     check_samples("tensorclass", moved.exclude("value"), 0)
     assert moved[0]["value", "v"] is print
     assert len(storages(TensorDict(a=torch.zeros(1), b=torch.zeros(1)).pin_memory())) == 2
+    values = torch.arange(6.0).view(3, 2)
+    eighths = collate_stack(
+        [TensorDict(e=row.to(torch.float8_e4m3fn), f=row, word="one") for row in values]
+    )
+    del pins[:]
+    moved = eighths.pin_memory()
+    assert len(pins) == 1 and len(storages(moved)) == 1 and moved.batch_size == (3,)
+    assert torch.equal(moved["e"].float(), values) and torch.equal(moved["f"], values)
+    assert list(moved["word"]) == ["one"] * 3
 
 
 @pytest.mark.cuda

@@ -5,11 +5,12 @@ Three hooks are installed on import, each where torch or tensordict looks such t
 - ``TensorDict.pin_memory`` of a consolidated batch pins its one storage. tensordict's own method
   pins leaf by leaf and returns a batch that is no longer consolidated; a ``DataLoader`` with
   ``pin_memory=True`` calls this method and nothing else, so there is no other place for it.
-- ``LazyStackedTensorDict.pin_memory`` does the same for a ragged batch.
+- ``LazyStackedTensorDict.pin_memory`` does the same for a ragged batch, as the first does for one
+  with dtypes that tensordict cannot rebuild, float8.
 - ``ForkingPickler`` sends a ragged batch as one storage and what else it holds: shapes, batch
   sizes, names, classes, entries that are no tensors. tensordict sends each leaf of each element:
-  1,024 descriptors for 256 elements of 4 leaves, and 0.8 s. So it sends a batch with dtypes that
-  tensordict cannot rebuild, float8. Leaves in shared memory stay there.
+  1,024 descriptors for 256 elements of 4 leaves, and 0.8 s. So it sends a batch with float8.
+  Leaves in shared memory stay there.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ def one_storage(batch: Any) -> Any:
     leaves = flat_leaves(batch)
     if leaves is not None:
         return stack_leaves({path: [leaf] for path, leaf in leaves.items()}, batch, None)
+    if not _has_known_dtypes(batch):
+        return _gathered(batch, lambda tensor: tensor)
     copy = batch.consolidate(metadata=True)
     # consolidate() locks, which would keep the user from adding an entry.
     return _rebuilt(copy, lambda storage: storage) if type(copy) is TensorDict else copy
@@ -238,9 +241,13 @@ def _shared(leaf: torch.Tensor) -> bool:
 
 
 def _reduce_plain(td: TensorDict) -> Any:
-    dtypes = {leaf.dtype for leaf in td.values(True, True) if isinstance(leaf, torch.Tensor)}
     reduce: Any = copyreg.dispatch_table[TensorDict]
-    return reduce(td) if dtypes <= REBUILDABLE else _reduce_stack(td)
+    return reduce(td) if _has_known_dtypes(td) else _reduce_stack(td)
+
+
+def _has_known_dtypes(td: TensorDictBase) -> bool:
+    dtypes = {leaf.dtype for leaf in td.values(True, True) if isinstance(leaf, torch.Tensor)}
+    return dtypes <= REBUILDABLE
 
 
 def _numbered(leaves: dict[int, torch.Tensor]) -> tuple[torch.Tensor, list[Run]]:
@@ -249,22 +256,23 @@ def _numbered(leaves: dict[int, torch.Tensor]) -> tuple[torch.Tensor, list[Run]]
     return storage, [replace(run, numbers=[numbers[n] for n in run.numbers]) for run in runs]
 
 
-# ---- pinning
-
-
-def _pinned_stack(stack: LazyStackedTensorDict) -> Any:
+def _gathered(batch: Any, move: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return ``batch`` with its plain leaves in one storage, which ``move`` makes of the copy."""
     leaves: list[torch.Tensor] = []
-    stack.apply(leaves.append, filter_empty=True)
+    batch.apply(leaves.append, filter_empty=True)
     plain = {n: x for n, x in enumerate(leaves) if type(x) is torch.Tensor and _plain(x)}
     storage, runs = _numbered(plain)
-    pinned = scatter(storage.pin_memory(), runs)
+    moved = scatter(move(storage), runs)
     numbers = count()
 
     def place(leaf: torch.Tensor) -> torch.Tensor:
         number = next(numbers)
-        return pinned[number] if number in pinned else leaf.pin_memory()
+        return moved[number] if number in moved else move(leaf)
 
-    return stack.apply(place, filter_empty=False)
+    return batch.apply(place, filter_empty=False)
+
+
+# ---- pinning
 
 
 def _pinning(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -273,9 +281,11 @@ def _pinning(original: Callable[..., Any]) -> Callable[..., Any]:
         if inplace:
             return original(self, num_threads, inplace)
         if type(self) is LazyStackedTensorDict:
-            return _pinned_stack(self)
+            return _gathered(self, torch.Tensor.pin_memory)
         if type(self) is TensorDict and is_rebuildable(self):
             return _rebuilt(self, torch.Tensor.pin_memory)
+        if type(self) is TensorDict and not _has_known_dtypes(self):
+            return _gathered(self, torch.Tensor.pin_memory)
         return original(self, num_threads, inplace)
 
     return pin_memory
