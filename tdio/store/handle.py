@@ -7,6 +7,7 @@ themselves: a sync or an async client runs them.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -46,6 +47,8 @@ ATTEMPTS = 100
 CLEARED = Tokens(b"", b"cleared")
 #: Without MULTI, a read that is torn so often is done in smaller parts.
 _TORN = 4
+#: The range of a version, made once: every read has one.
+_all_of = functools.lru_cache(8)(functools.partial(one_range, 0))
 
 
 @dataclass(frozen=True)
@@ -321,8 +324,8 @@ class Handle:
             stamped = bool(len(stamp)) and not atomic and plan.several
             reads = plan.reads
             if stamped:
-                whole = one_range(0, len(stamp))
-                first = RangeRead(self.names.version, whole, stamp, ("", self.location))
+                what = ("", self.location)
+                first = RangeRead(self.names.version, _all_of(len(stamp)), stamp, what, True)
                 reads = Reads(itertools.chain((first,), reads))
             after: list[tuple[Arg, ...]] = [("GET", self.names.data(p)) for p in plan.values]
             try:
