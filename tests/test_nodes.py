@@ -38,11 +38,13 @@ def loader(dataset, workers, persistent=False, every=1, batch_size=BATCH):
 @pytest.mark.parametrize("workers", [0, 2, 4])
 @pytest.mark.parametrize("batch_size", [BATCH, 40])  # more batches than drawn ahead, and fewer
 def test_a_stateful_loader_resumes(dataset, workers, batch_size):
-    run_resume_test(partial(loader, dataset, workers, batch_size=batch_size), json_state=False)
+    run_resume_test(
+        partial(loader, dataset, workers, batch_size=batch_size), json_state=False, ends_first=True
+    )
 
 
 def test_with_persistent_workers_and_rare_snapshots(dataset):
-    run_resume_test(partial(loader, dataset, 2, persistent=True), json_state=False)
+    run_resume_test(partial(loader, dataset, 2, persistent=True), json_state=False, ends_first=True)
     straight = list(loader(dataset, 0))
     items = iter(first := loader(dataset, 2, every=4))
     for _ in range(6):
@@ -95,6 +97,37 @@ def test_a_loop_over_epochs_goes_on_after_a_whole_one(dataset, workers, batch_si
             resumed.batch_sampler.set_epoch(epoch)
         got = [batch["x"].tolist() for batch in resumed]
         assert got == ([] if epoch == 2 else batches(epoch))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("ended", [False, True])
+@pytest.mark.parametrize("asked", [0, 2, 4])
+def test_an_epoch_that_is_asked_for_once_is_not_the_last(dataset, workers, ended, asked):
+    """A state of the end of epoch 2; set_epoch is called for the first pass only."""
+
+    def batches(epoch):
+        return list(StoreBatchSampler(N, 40, shuffle=True, seed=5, epoch=epoch))
+
+    first = loader(dataset, workers, batch_size=40)
+    first.batch_sampler.set_epoch(2)
+    items = iter(first)
+    for _ in batches(2):
+        next(items)
+    assert not ended or next(items, None) is None
+    resumed = loader(dataset, workers, batch_size=40)
+    resumed.load_state_dict(first.state_dict())
+    resumed.batch_sampler.set_epoch(asked)
+    got = [[batch["x"].tolist() for batch in resumed] for _ in range(4)]
+    if asked == 2:
+        assert got[0] == []
+        # It does not say whether its user had seen the end.
+        assert got[-2:] in ([batches(3), batches(4)], [batches(4), batches(5)])
+    else:
+        assert got[0] == batches(asked)
+        assert got[-2:] in (
+            [batches(asked + n) for n in (1, 2)],
+            [batches(asked + n) for n in (2, 3)],
+        )
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -315,6 +315,35 @@ def test_a_loop_over_epochs_goes_on_exactly(workers, first, stop):
     assert rest == (expected[2][stop:] or expected[3])
 
 
+@pytest.mark.parametrize("first", ["load", "set_epoch"])
+def test_an_epoch_that_is_over_is_empty_once(first):
+    sampler = StoreBatchSampler(40, 10)
+    state = {**sampler.state_dict(), "epoch": 3, "position": 40}
+    if first == "load":
+        sampler.load_state_dict(state)
+    sampler.set_epoch(3)
+    if first == "set_epoch":
+        sampler.load_state_dict(state)
+    assert [(sampler.epoch, len(list(sampler))) for _ in range(3)] == [(3, 0), (4, 4), (5, 4)]
+
+
+def test_a_loop_that_counts_another_loader_is_refused():
+    sampler = StoreBatchSampler(40, 10)
+    for rows, which in ((30, "fewer"), (50, "more")):
+        with pytest.raises(ValueError, match=f"yields {which} batches than the 4.*batch_sampler="):
+            list(sampler.counting(DataLoader(Rows(rows), batch_size=10)))
+
+
+def test_an_epoch_that_is_set_within_a_loop_is_the_next():
+    sampler = StoreBatchSampler(40, 10)
+    loop = sampler.counting(DataLoader(Rows(40), batch_sampler=sampler))
+    next(loop)
+    sampler.set_epoch(7)
+    assert len(list(loop)) == 3
+    state = sampler.state_dict()
+    assert (sampler.epoch, state["epoch"], state["position"]) == (7, 7, 0)
+
+
 def test_a_pass_that_was_left_moves_nothing():
     sampler = StoreBatchSampler(40, 10)
     left = iter(sampler)

@@ -87,18 +87,15 @@ class StoreBatchSampler(Sampler[list[int]]):
             raise ValueError("drop_last=True leaves out what pad=True would fill up; take one")
         if self._sizes(0) is None:
             raise ValueError(self._impossible(self.rows))
-        # What has been drawn: rows of the order of ``_epoch`` that all ranks have taken.
+        # What has been drawn: rows of the order of ``_epoch`` that all ranks have taken. Without a
+        # pass under way the next one goes on there.
         self._epoch, self._position = _whole("epoch", epoch, 0, _END), 0
-        # Whether the next pass goes on at ``_position``; what set_epoch asked for since the last.
-        self._resumed = False
-        self._asked: int | None = None
-        # The epoch that set_epoch asked for, where a state says that it is over.
-        self._over: int | None = None
         # The pass that was begun last: it took ``_epoch``, so the next one takes another.
         self._under_way: _Pass | None = None
-        # What the last loop of ``counting`` was given, unless it came to its end; which one runs.
-        self._counted: tuple[int, int] | None = None
-        self._loop: object | None = None
+        # The epoch that set_epoch asked for since then.
+        self._asked: int | None = None
+        # What the last loop of ``counting`` was given, unless it came to its end.
+        self._counted: _Count | None = None
 
     def __len__(self) -> int:
         """Return the number of batches of a whole epoch, the same on every rank.
@@ -116,7 +113,8 @@ class StoreBatchSampler(Sampler[list[int]]):
     @property
     def epoch(self) -> int:
         """The epoch that the next pass takes; within a loop of ``counting``, that of the loop."""
-        return self._counted[0] if self._counted and self._loop else self._next()[0]
+        count = self._counted
+        return count.epoch if count is not None and count.running else self._next()[0]
 
     def set_epoch(self, epoch: int) -> None:
         """Take this epoch in the next pass, from its beginning.
@@ -133,25 +131,21 @@ class StoreBatchSampler(Sampler[list[int]]):
             ValueError: it is none of these.
         """
         epoch = _whole("epoch", epoch, 0, _END)
-        self._over = None
-        if epoch != self._epoch or not self._resumed:
-            self._go(epoch, 0, resumed=False)
+        if epoch != self._epoch or self._under_way is not None:
+            self._go(epoch, 0)
         self._asked = epoch
 
-    def _go(self, epoch: int, position: int, *, resumed: bool) -> None:
+    def _go(self, epoch: int, position: int) -> None:
         """Let the next pass begin there; one that is under way moves nothing any more."""
-        self._epoch, self._position, self._resumed = epoch, position, resumed
+        self._epoch, self._position = epoch, position
         self._under_way = self._counted = None
 
     def _next(self) -> tuple[int, int]:
         """Return the epoch that the next pass takes, and the position that it begins at."""
-        if self._over is not None:
-            return self._over, self.rows
-        if self._under_way is not None:
-            return self._epoch + (not self._under_way.tentative), 0
-        if not self._resumed:
-            return self._epoch, 0
-        if self._asked != self._epoch and self._at_end():
+        begun = self._under_way
+        if begun is not None:
+            return begun.start if begun.tentative else (self._epoch + 1, 0)
+        if self._position and self._at_end() and self._asked != self._epoch:
             return self._epoch + 1, 0
         return self._epoch, self._position
 
@@ -166,6 +160,9 @@ class StoreBatchSampler(Sampler[list[int]]):
         Args:
             loader: a ``DataLoader`` with ``batch_sampler=`` this sampler.
 
+        Raises:
+            ValueError: it yields another number of batches than this sampler.
+
         Example:
             >>> from torch.utils.data import DataLoader
             >>> from tdio import StoreBatchSampler
@@ -179,19 +176,19 @@ class StoreBatchSampler(Sampler[list[int]]):
         epoch, start = self._next()
         ends = [after for _, _, after in self._steps(start)]
         iterator = iter(loader)
-        self._counted = (epoch, start)
-        self._loop = mine = object()
+        count = self._counted = _Count(epoch, start)
         try:
-            for end, batch in zip(ends, iterator, strict=True):
-                self._counted = (epoch, end)
+            for number, batch in enumerate(iterator):
+                if number == len(ends):
+                    raise _uneven("more", len(ends))
+                count.position = ends[number]
                 yield batch
-            self._counted = None
+            if count.position != (ends or [start])[-1]:
+                raise _uneven("fewer", len(ends))
+            if self._counted is count:
+                self._counted = None
         finally:
-            if self._loop is mine:
-                self._loop = None
-
-    def _now(self) -> tuple[int, int]:
-        return self._counted or (self._epoch, self._position)
+            count.running = False
 
     def state_dict(self) -> dict[str, int]:
         """Return where the epoch stands: whole numbers, under 1 kB, the same on every rank.
@@ -199,15 +196,16 @@ class StoreBatchSampler(Sampler[list[int]]):
         What counts is what was yielded: to a ``StatefulDataLoader``'s user, to the loop of
         ``counting``, or else by this sampler.
         """
-        epoch, position = self._now()
+        count = self._counted
+        at = (self._epoch, self._position) if count is None else (count.epoch, count.position)
         return {
             "version": STATE_VERSION,
             "rows": self.rows,
             "seed": self.seed,
             "shuffle": int(self.shuffle),
             "block_rows": self.block_rows or 0,
-            "epoch": epoch,
-            "position": position,
+            "epoch": at[0],
+            "position": at[1],
         }
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
@@ -236,11 +234,29 @@ class StoreBatchSampler(Sampler[list[int]]):
                 raise StateMismatch(f"the state has {field}={state[field]}, which is beyond {end}")
         if self._sizes(position) is None:
             raise StateMismatch(self._impossible(self.rows - position))
-        # A StatefulDataLoader loads when it is iterated, after set_epoch was called for that, and
-        # iterates twice where its state is of a whole epoch.
-        asked = self._over if self._asked is None else self._asked
-        self._go(epoch, position, resumed=True)
-        self._over = asked if asked is not None and asked < epoch + self._at_end() else None
+        self._go(epoch, position)
+
+    def _go_on(self, loaded: _Pass, state: Mapping[str, int]) -> None:
+        """Let a pass go on where the state of another was taken, for a ``StatefulDataLoader``.
+
+        That loads when it is iterated, after set_epoch was called for it. Where its user had come
+        to the end of the epoch, it may draw ahead from this pass, drops it, and iterates anew; it
+        does not say which.
+        """
+        self.load_state_dict(state)
+        asked = self._asked
+        if asked is not None and (self._epoch, self._position) == (asked + 1, 0):
+            # The same place, by the name of the epoch that was asked for.
+            self._go(asked, self.rows)
+        over = self._position > 0 and self._at_end()
+        if asked is None:
+            if over:
+                loaded.end()
+        elif asked == self._epoch:
+            loaded.tentative = over
+        else:
+            self._go(asked, 0)
+            loaded.tentative = True
 
     def _at_end(self) -> bool:
         sizes = self._sizes(self._position)
@@ -277,11 +293,9 @@ class StoreBatchSampler(Sampler[list[int]]):
 
     def _begin(self, begun: _Pass) -> tuple[int, int]:
         """Begin a pass; return its epoch, and the position that it begins at."""
-        if self._over is not None:
-            return self._next()
-        self._epoch, self._position = self._next()
-        self._resumed, self._asked, self._under_way = False, None, begun
-        return self._epoch, self._position
+        begun.start = self._epoch, self._position = self._next()
+        self._asked, self._under_way = None, begun
+        return begun.start
 
     def _order(self, epoch: int) -> Int64Array:
         if not self.shuffle:
@@ -304,7 +318,9 @@ class _Pass(Iterator[list[int]]):
     def __init__(self, sampler: StoreBatchSampler):
         self._sampler = sampler
         self._batches: Iterator[tuple[list[int], int]] | None = None
-        # Whether the next pass begins the same epoch again, unless set_epoch asks for another.
+        #: Epoch and position that it began at.
+        self.start = (0, 0)
+        #: Whether the next pass begins there again, unless set_epoch asks for another epoch.
         self.tentative = False
 
     def __next__(self) -> list[int]:
@@ -336,15 +352,25 @@ class _Pass(Iterator[list[int]]):
         return self._sampler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        # It may draw ahead from this pass, drop it because its user had come to the end of the
-        # epoch, and iterate anew; it does not say which.
-        sampler = self._sampler
-        sampler.load_state_dict(state)
-        if sampler._asked is not None and sampler._asked > sampler._epoch:
-            sampler._go(sampler._asked, 0, resumed=False)
-            self.tentative = True
-        elif sampler._at_end():
-            self._batches = iter(())
+        self._sampler._go_on(self, state)
+
+    def end(self) -> None:
+        """Yield nothing, and move nothing."""
+        self._batches = iter(())
+
+
+class _Count:
+    """How far a loop of ``counting`` has come."""
+
+    def __init__(self, epoch: int, position: int):
+        self.epoch, self.position, self.running = epoch, position, True
+
+
+def _uneven(which: str, batches: int) -> ValueError:
+    return ValueError(
+        f"the loader yields {which} batches than the {batches} of this pass: is it one with "
+        "batch_sampler= this sampler?"
+    )
 
 
 def _placement(num_replicas: int | None, rank: int | None) -> tuple[int, int]:

@@ -43,12 +43,16 @@ def _not_json(value: Any) -> Any:
     raise AssertionError(f"the state holds a {type(value).__name__}: {value!r}")
 
 
-def run_resume_test(make: Callable[[], Any], *, json_state: bool = True) -> None:
+def run_resume_test(
+    make: Callable[[], Any], *, json_state: bool = True, ends_first: bool = False
+) -> None:
     """Check that a loader resumes exactly: in the middle, at the end, and twice in one epoch.
 
     Args:
         make: returns a new loader with ``__iter__``, ``state_dict`` and ``load_state_dict``:
             a ``torchdata.nodes.Loader``, a ``StatefulDataLoader``. An epoch has 3 items at least.
+        ends_first: a state of the last item leads to the end of its epoch, and the next one comes
+            after that: as a ``StatefulDataLoader`` does it, whose user had not asked for more.
         json_state: also check that a state is small JSON. A ``StatefulDataLoader`` keeps more
             than a position in its own part.
 
@@ -65,9 +69,11 @@ def run_resume_test(make: Callable[[], Any], *, json_state: bool = True) -> None
         resumed.load_state_dict(state)
         rest = list(resumed)
         if stop == len(first):
-            # At its end the next epoch comes whole, neither replayed nor dropped. A loader whose
-            # user had not asked for more may end the old one first, as StatefulDataLoader does.
-            _check(rest or list(resumed), second, "resumed at the end of an epoch")
+            # At its end the next epoch comes whole, neither replayed nor dropped.
+            if ends_first:
+                _check(rest, [], "resumed at the end of an epoch")
+                rest = list(resumed)
+            _check(rest, second, "resumed at the end of an epoch")
             continue
         _check(rest, first[stop:], f"resumed after {stop} items")
         _check(list(resumed), second, f"the epoch after one that was resumed at {stop}")
