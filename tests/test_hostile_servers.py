@@ -1,5 +1,6 @@
 """Servers that do not speak the protocol, from the start or later: a named error, no hang."""
 
+import asyncio
 import contextlib
 import socket
 import threading
@@ -11,6 +12,9 @@ from _hostile import cases, little_memory, plain_store, ragged_store, refuses
 import tdio
 from tdio import LazyStackedTensorDictStore
 from tdio.errors import TdioError
+from tdio.transport.address import Address
+from tdio.transport.aio import AsyncClient
+from tdio.wire.requests import Commands
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +39,18 @@ REPLIES = {
     "empty lists": b"*0\r\n" * 100,
     "texts": b"$3\r\nabc\r\n" * 100,
     "lists": b"*3\r\n:1\r\n$-1\r\n$3\r\nabc\r\n" * 100,
+    "a map whose key is a list": b"%1\r\n*0\r\n+b\r\n" * 100,
+}
+VALKEY = b"*4\r\n$6\r\nserver\r\n$6\r\nvalkey\r\n$7\r\nversion\r\n"
+GREETINGS = {
+    "a list for a name": b"*2\r\n*1\r\n+a\r\n+b\r\n",
+    "half a list": VALKEY.replace(b"*4", b"*3"),
+    "a number": VALKEY + b":100000000000000\r\n",
+    "a list": VALKEY + b"*1\r\n+9.0\r\n",
+    "an error": VALKEY + b"-ERR no\r\n",
+    "many digits": VALKEY + b"$5000\r\n" + b"9" * 5000 + b"\r\n",
+    "the future": VALKEY + b"+12.0\r\n",
+    "loading": b"-LOADING the dataset\r\n",
 }
 
 
@@ -94,6 +110,26 @@ def test_a_server_that_does_not_speak_the_protocol(server, reply):
         for open_it in (tdio.open_store, LazyStackedTensorDictStore.from_store):
             with pytest.raises(TdioError):
                 open_it(td_id="any", **kwargs)
+
+
+@pytest.mark.parametrize("reply", cases(REPLIES | GREETINGS))
+def test_a_server_that_greets_oddly(server, conn, prefix, reply):
+    with (
+        plain_store(prefix, conn) as plain,
+        a_server_that_answers(reply, lambda c: c[0] == b"HELLO", server.port) as kwargs,
+    ):
+        refuses(kwargs, plain, ["rows"])
+        address = Address(kwargs["host"], kwargs["port"], options={"socket_timeout": 2})
+        # It may have sent what passes for a reply.
+        with contextlib.suppress(TdioError):
+            asyncio.run(asked(address))
+
+
+async def asked(address):
+    def operation():
+        return (yield Commands([("GET", "a")]))
+
+    return await AsyncClient(address).read(operation)
 
 
 @pytest.mark.parametrize("reply", cases(REPLIES))

@@ -95,6 +95,28 @@ def test_a_window_moves_only_its_bytes(store, conn, raw):
     assert sent() - before > 1200 * 14
 
 
+@pytest.mark.parametrize("width", [1000, 4_000_000])
+def test_windows_follow_what_others_write(conn, width):
+    def written(value, width, steps):
+        return [torch.full((n, width), value, dtype=torch.uint8) for n in steps]
+
+    def stack(values):
+        return lazy_stack([TensorDict(o=o) for o in values])
+
+    store = TensorDictStore.from_tensordict(stack(written(1, width, [4, 5, 6])), **conn)
+    dataset = StoreDataset(td_id=store.td_id, window=2, **conn)
+    rows = [0, 3, 5]
+    assert (dataset.__getitems__(rows)["o"] == 1).all()
+    store.update(stack(written(2, width * 3 // 4, [4, 5, 6])))
+    assert torch.equal(dataset.__getitems__(rows)["o"], torch.full((3, 2, width * 3 // 4), 2))
+    store.update(stack(written(3, width, [2, 2, 2])))
+    with pytest.raises(errors.IndexOutOfRange, match="'o' have become shorter"):
+        dataset.__getitems__(rows)
+    store.update(stack(written(4, width, [5, 5, 5])))
+    assert (dataset.__getitems__(rows)["o"] == 4).all()
+    store.clear_redis()
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_windows_in_a_loader(store, conn, workers):
     dataset = StoreDataset(td_id=store.td_id, window=16, stride=4, keys=["obs"], **conn)

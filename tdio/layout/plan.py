@@ -9,7 +9,8 @@ Two ways to read the rows of an entry, chosen by counting (numbers in ``docs/sto
   a sixth): 8,192 of 10,000 rows are then a few long ranges. A gap is read through where it moves
   fewer bytes than another command would, or where it costs less time than one and the whole read
   moves at most twice the bytes that it returns. Small rows are gathered also without merging:
-  ascending offsets have long runs of one width, whose commands are encoded in bulk.
+  ascending offsets have long runs of one width, whose commands are encoded in bulk. Rows above
+  16 KiB never are: to copy one takes longer than another command.
 """
 
 from __future__ import annotations
@@ -48,7 +49,6 @@ class Ranges:
             int64 ``[n]``; None for a direct one, whose ranges fill the result in order.
         row_bytes: the size of one row.
         uniform: whether all sizes are known to be equal.
-        single: start and size, where there is one range.
     """
 
     starts: Int64Array
@@ -56,7 +56,11 @@ class Ranges:
     rows: Int64Array | None
     row_bytes: int
     uniform: bool = False
-    single: tuple[int, int] | None = None
+
+    @property
+    def single(self) -> tuple[int, int] | None:
+        """Start and size, where there is one range."""
+        return (int(self.starts[0]), int(self.sizes[0])) if len(self.starts) == 1 else None
 
     @property
     def moved_bytes(self) -> int:
@@ -72,7 +76,7 @@ def one_range(start: int, size: int) -> Ranges:
     """Return a single range, or none for a size of 0."""
     if not size:
         return Ranges(_NONE, _NONE, None, 1)
-    return Ranges(np.array([start]), np.array([size]), None, size, True, (start, size))
+    return Ranges(np.array([start]), np.array([size]), None, size, True)
 
 
 class Selection:

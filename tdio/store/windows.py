@@ -119,7 +119,7 @@ def read_windows(
 
         return Plan(landed.reads, (), finish)
 
-    out: TensorDict = handle.client.read(lambda: handle.fetch(planning))
+    out: TensorDict = handle.client.read(lambda: handle.doubting(lambda: handle.fetch(planning)))
     return out
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import ssl
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,7 +19,6 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from tdio.errors import AuthenticationFailed, ServerTimeout, ServerUnavailable
-from tdio.layout.plan import PIECE_BYTES
 
 #: Seconds to wait for a connection, and for the next bytes of a reply, unless the caller says
 #: otherwise with redis-py's own arguments of these names.
@@ -118,11 +116,8 @@ class Address:
 
         return Link(self)
 
-    def connect(self) -> tuple[Any, int]:
+    def connect(self) -> Any:
         """Open a connection: a connected, authenticated ``redis.connection`` object.
-
-        Returns:
-            It, and up to which size a string may be asked for at once.
 
         Raises:
             ServerUnavailable: nothing answers at the address.
@@ -135,26 +130,16 @@ class Address:
         connection = pool.make_connection()
         with self._named_errors():
             connection.connect()
-            try:
-                connection.send_command("HELLO")
-                hello = connection.read_response()
-            except redis.ResponseError:
-                hello = None
-        return connection, _whole_bytes(hello)
+        return connection
 
-    async def connect_async(self) -> tuple[Any, int]:
+    async def connect_async(self) -> Any:
         """Open a connection of ``redis.asyncio`` to the running loop. Raises as ``connect``."""
         client = redis.asyncio.Redis(**self._kwargs(redis.asyncio.retry.Retry))
         pool: Any = client.connection_pool
         connection = pool.make_connection()
         with self._named_errors():
             await connection.connect()
-            try:
-                await connection.send_command("HELLO")
-                hello = await connection.read_response()
-            except redis.ResponseError:
-                hello = None
-        return connection, _whole_bytes(hello)
+        return connection
 
     def _kwargs(self, retry: Any) -> dict[str, Any]:
         """Return the arguments of a redis-py client that tries once."""
@@ -217,20 +202,6 @@ class Address:
         if context.get_spawning_popen() is None:
             state["options"] = {k: v for k, v in self.options.items() if k not in _SECRETS}
         return state
-
-
-def _whole_bytes(hello: Any) -> int:
-    """Return up to which size a string may be asked for at once, by how a server greets.
-
-    Valkey 9.0 and later send the string itself. Others hold a copy of it until it is sent (and
-    take twice the time of pieces for 8 MB), so they are asked for a piece at a time.
-    """
-    if isinstance(hello, list):
-        hello = dict(zip(hello[::2], hello[1::2], strict=False))
-    if not isinstance(hello, dict) or hello.get(b"server") != b"valkey":
-        return PIECE_BYTES
-    major = bytes(hello.get(b"version") or b"").partition(b".")[0]
-    return sys.maxsize if major.isdigit() and int(major) >= 9 else PIECE_BYTES
 
 
 class _TlsConnection(redis.SSLConnection):

@@ -12,7 +12,7 @@ from tdio.errors import ServerUnavailable, TdioError
 from tdio.transport.address import Address
 from tdio.transport.client import BACKOFF_S
 from tdio.transport.link import named
-from tdio.transport.protocol import Protocol, Steps
+from tdio.transport.protocol import GREETING, Protocol, Steps
 from tdio.wire.requests import Operation, Pause, Request
 from tdio.wire.scatter import spread
 
@@ -23,11 +23,22 @@ _MAX_IDLE = 4
 class AsyncLink:
     """A connection of ``redis.asyncio`` that belongs to one event loop."""
 
-    def __init__(self, address: Address, connection: Any, whole_bytes: int):
+    def __init__(self, address: Address, connection: Any):
         self._address = address
         self._connection = connection
-        self._protocol = Protocol(address, address.window_bytes, whole_bytes)
+        self._protocol = Protocol(address, address.window_bytes)
         self.broken = False
+
+    @classmethod
+    async def open(cls, address: Address) -> AsyncLink:
+        """Open a connection. Raises as ``Address.connect`` and ``exchange``."""
+        link = cls(address, await address.connect_async())
+        try:
+            link._protocol.greeted(await link.exchange(GREETING))
+        except BaseException:
+            await link.close()
+            raise
+        return link
 
     def stale(self) -> bool:
         """Whether the server closed the idle connection."""
@@ -164,7 +175,7 @@ class AsyncClient:
             if not link.stale():
                 return link
             await link.close()
-        return AsyncLink(self.address, *await self.address.connect_async())
+        return await AsyncLink.open(self.address)
 
     async def close(self) -> None:
         """Close the connections."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from tdio.errors import ServerTimeout, ServerUnavailable, TdioError
 from tdio.transport.address import Address
-from tdio.transport.protocol import Protocol, drive
+from tdio.transport.protocol import GREETING, Protocol, drive
 from tdio.wire.requests import Pause, Request
 from tdio.wire.scatter import spread
 
@@ -23,12 +23,17 @@ class Link:
 
     def __init__(self, address: Address):
         self.address = address
-        self._connection, whole_bytes = address.connect()
+        self._connection = address.connect()
         # redis-py connects, authenticates and does TLS; from here on the socket is ours.
         self._socket: socket.socket = self._connection._sock
         self._socket.settimeout(address.timeout_s)
-        self._protocol = Protocol(address, address.window_bytes, whole_bytes)
+        self._protocol = Protocol(address, address.window_bytes)
         self.broken = False
+        try:
+            self._protocol.greeted(self.exchange(GREETING))
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Close the connection. In a forked child this leaves the parent's connection alone."""

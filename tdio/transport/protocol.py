@@ -15,7 +15,6 @@ import hiredis
 import numpy as np
 
 from tdio.errors import CorruptEntry, EntryNotFound, ServerError
-from tdio.layout.plan import PIECE_BYTES
 from tdio.wire.ranges import as_asked, encode_reads
 from tdio.wire.receiving import SCRATCH_BYTES, RangeReceiver, UnexpectedFrameError
 from tdio.wire.requests import Body, Commands, Fetch, RangeRead, Reads, encode_command, error_of
@@ -23,6 +22,8 @@ from tdio.wire.requests import Body, Commands, Fetch, RangeRead, Reads, encode_c
 _SEND_BYTES = 64 * 1024
 #: So many bytes of commands are sent at once: the server begins while the rest is encoded.
 _EARLY_BYTES = 8 * 1024
+#: What a new connection asks first; its reply, or error, is for ``greeted``.
+GREETING = Commands([("HELLO",)], tolerant=True)
 #: The first line of a bulk reply is shorter.
 _HEADER_BYTES = 32
 
@@ -36,18 +37,33 @@ class Protocol:
     Args:
         where: the server, for errors.
         window_bytes: how many bytes of replies may be under way.
-        whole_bytes: up to which size a string is asked for at once.
 
     Attributes:
         in_step: whether every reply that was asked for has been read.
     """
 
-    def __init__(self, where: Any, window_bytes: int, whole_bytes: int = PIECE_BYTES):
+    def __init__(self, where: Any, window_bytes: int):
         self._where = where
-        self._window_bytes, self._whole_bytes = window_bytes, whole_bytes
+        self._window_bytes = window_bytes
+        self._at_once = False
         self._reader = hiredis.Reader()
         self._scratch = np.empty(SCRATCH_BYTES, np.uint8)
         self.in_step = True
+
+    def greeted(self, replies: list[Any]) -> None:
+        """Learn from the answer to ``GREETING`` how long strings are best asked for.
+
+        Valkey sends a string itself from version 9.0 on. Others hold a copy of it until it is sent
+        (and take twice the time of pieces for 8 MB), so they are asked for a piece at a time.
+        """
+        (hello,) = replies
+        if isinstance(hello, dict):
+            hello = list(itertools.chain.from_iterable(hello.items()))
+        if isinstance(hello, list):
+            pairs = list(itertools.pairwise(hello))[::2]
+            version = next((value for name, value in pairs if name == b"version"), b"")
+            valkey = (b"server", b"valkey") in pairs
+            self._at_once = valkey and isinstance(version, bytes) and _major(version) >= 9
 
     def exchange(self, request: Commands | Fetch) -> Steps:
         """Do one round trip; returns the replies.
@@ -110,7 +126,7 @@ class Protocol:
     def _parsed(self) -> Any:
         try:
             return self._reader.gets()
-        except (hiredis.ProtocolError, MemoryError, RecursionError) as error:
+        except (hiredis.ProtocolError, MemoryError, RecursionError, TypeError) as error:
             raise ServerError(
                 f"{self._where} does not answer as a server of the Redis protocol does: {error}"
             ) from error
@@ -123,7 +139,7 @@ class Protocol:
 
     def _fetch(self, request: Fetch) -> Steps:
         prefix = pending = b""
-        reads = Reads(as_asked(read, self._whole_bytes) for read in request.reads)
+        reads = Reads(as_asked(read, self._at_once) for read in request.reads)
         batches = encode_reads(reads)
         tail = b"".join(map(_encoded, request.after))
         if request.atomic:
@@ -223,6 +239,11 @@ def _unwrap(replies: list[Any]) -> Any:
         return final
     # EXECABORT: the reason stands at the command that was refused when it was queued.
     return [reply if isinstance(reply, hiredis.ReplyError) else final for reply in replies[1:-1]]
+
+
+def _major(version: bytes) -> int:
+    major = version.partition(b".")[0]
+    return int(major) if major.isdigit() and len(major) < 4 else 0
 
 
 def _nothing() -> None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from tdio.layout.plan import in_pieces
+from tdio.layout.plan import PIECE_BYTES, in_pieces
 from tdio.wire.requests import RangeRead
 
 Bytes = npt.NDArray[np.uint8]
@@ -24,18 +24,17 @@ BATCH_BYTES = 128 * 1024
 _PLAIN_COMMANDS = 16
 
 
-def as_asked(read: RangeRead, whole_bytes: int) -> RangeRead:
+def as_asked(read: RangeRead, at_once: bool) -> RangeRead:
     """Return a read as commands ask for it: long ranges in pieces, or the whole string at once.
 
-    A whole string of up to ``whole_bytes`` is asked for with ``GET``, which Valkey answers without
-    a copy: 20 entries of 80 kB take a third of the time, one of 8 MB two thirds.
+    A whole string that is no longer than a piece, or of any length where ``at_once`` says so, is
+    asked for with ``GET``, which Valkey answers without a copy: 20 entries of 80 kB take a third of
+    the time, one of 8 MB two thirds.
     """
-    if read.whole and len(read.into) <= whole_bytes:
+    if read.whole and (at_once or len(read.into) <= PIECE_BYTES):
         return read
     pieces = in_pieces(read.ranges)
-    if pieces is read.ranges and not read.whole:
-        return read
-    return replace(read, ranges=pieces, whole=False)
+    return read if pieces is read.ranges else replace(read, ranges=pieces, whole=False)
 
 
 def encode_reads(reads: Iterable[RangeRead]) -> Iterator[tuple[bytes, int]]:
