@@ -33,9 +33,7 @@ from tdio.transport.aio import AsyncClient
 from tdio.transport.client import Client
 from tdio.transport.fake import MemoryServer
 from tdio.wire import reading, uploading
-from tdio.wire.changes import (
-    Change,
-)
+from tdio.wire.changes import Change
 from tdio.wire.names import Names
 from tdio.wire.reading import Spec, StoreInfo, Tokens, token_items
 from tdio.wire.requests import Arg, Commands, Fetch, Operation, RangeRead, Reads
@@ -87,7 +85,7 @@ class Plan:
         """Whether it takes more than one command."""
         commands = len(self.values)
         for read in self.reads:
-            # A long range is asked for in pieces where the server is not Valkey.
+            # A long one is asked for in pieces, unless it is a whole string of a Valkey.
             commands += len(read.ranges.starts) + (len(read.into) > PIECE_BYTES)
             if commands > 1:
                 break

@@ -196,21 +196,19 @@ def _planning(
         size = entries.batch(rows)
         return consolidated(storage, placed, size, device, values=values, levels=levels)
 
-    if device is None and not entries.values:
-        # Views of the memory that the bytes land in, made while the server is at them.
-        built: list[Batch] = []
+    early: list[Batch] = []
 
-        def filled(blobs: list[bytes | None]) -> Batch:
-            landing.storage(None)
-            return built.pop()
-
-        return Plan(landing.reads, (), filled, lambda: built.append(build(landing.memory, {})))
+    def meanwhile() -> None:
+        if device is None and not entries.values:
+            early.append(build(landing.memory, {}))
 
     def finish(blobs: list[bytes | None]) -> Batch:
         storage = landing.storage(device)
+        if early:
+            return early[0]
         return build(storage, _values_at(handle, entries, blobs, rows, items))
 
-    return Plan(landing.reads, [spec.path for spec in entries.values], finish)
+    return Plan(landing.reads, [spec.path for spec in entries.values], finish, meanwhile)
 
 
 def _values_at(

@@ -151,7 +151,7 @@ class Protocol:
         # In a transaction nothing is sent back before the end.
         window = float("inf") if request.atomic else self._window_bytes
         asked, begun, sent, ready = 0, False, False, None
-        meanwhile = request.meanwhile or _nothing
+        meanwhile = request.meanwhile or (lambda: None)
         try:
             while not (sent and receiver.done):
                 while not sent and asked - receiver.received_bytes < window:
@@ -159,7 +159,8 @@ class Protocol:
                     ready = None
                     if batch is None:
                         sent = True
-                        # A send may wait until the server has taken what went before.
+                        # The server has enough to do, and takes the last commands only when it
+                        # is through: to send them may wait for that (256 rows: 0.5 ms).
                         if begun:
                             meanwhile()
                         yield True, pending + tail
@@ -244,10 +245,6 @@ def _unwrap(replies: list[Any]) -> Any:
 def _major(version: bytes) -> int:
     major = version.partition(b".")[0]
     return int(major) if major.isdigit() and len(major) < 4 else 0
-
-
-def _nothing() -> None:
-    pass
 
 
 def _send_body(body: Body) -> Steps:

@@ -72,7 +72,8 @@ class RangeRead:
 class Reads:
     """Range reads, each taken from an iterator when it is come to for the first time.
 
-    So the server is at the first while the others are planned. May be gone over again.
+    So the server is at the first while the others are planned. May be gone over again: the
+    commands are made of them, their replies are taken by them, and an error looks for its entry.
     """
 
     def __init__(self, reads: Iterable[RangeRead] = ()):
@@ -101,7 +102,7 @@ class Fetch:
         reads: what to read.
         after: ordinary commands that follow them; their replies are those of the round trip.
         atomic: wrap all of it in MULTI/EXEC.
-        meanwhile: work that needs no reply, done once everything has been asked for.
+        meanwhile: work that needs no reply, done when the server has enough to do.
     """
 
     reads: Reads = field(default_factory=Reads)
