@@ -409,6 +409,28 @@ def test_a_lazy_batch_keeps_what_is_no_plain_tensor():
         assert len(places) == 1
 
 
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [
+        (torch.uint8, -1), (torch.uint8, 256), (torch.int64, 2.5), (torch.int16, float("nan")),
+        (torch.int32, float("inf")), (torch.bool, 2), (torch.float32, 1j), (torch.float32, "0"),
+    ],
+)  # fmt: skip
+def test_a_padding_value_that_an_entry_cannot_hold_is_refused(dtype, value):
+    samples = [TensorDict(x=torch.zeros(n).to(dtype)) for n in (1, 2)]
+    with pytest.raises(errors.EntryMismatch, match="padding_value=.*'x', which is torch"):
+        collate_pad(samples, padding_value=value)
+
+
+@pytest.mark.parametrize("collate", [collate_pad, collate_nested])
+def test_an_entry_without_a_dim_to_pad_is_refused(collate):
+    jagged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    for entry, why in ((torch.tensor(1.0), "has only 0 dims"), (jagged, "is a nested tensor")):
+        samples = [TensorDict(x=entry, y=torch.ones(n)) for n in (1, 2)]
+        with pytest.raises(errors.EntryMismatch, match=f"'x' {why}.*collate_lazy"):
+            collate(samples, keys=["x", "y"])
+
+
 # ---- pinning
 
 

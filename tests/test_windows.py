@@ -132,6 +132,9 @@ def test_what_has_no_windows(store, conn, caplog):
     for kwargs, error in (
         ({"window": 0}, errors.InvalidIndex),
         ({"window": 4, "stride": 0}, errors.InvalidIndex),
+        ({"window": 2.5}, errors.InvalidIndex),
+        ({"window": "3"}, errors.InvalidIndex),
+        ({"window": 4, "stride": 1.5}, errors.InvalidIndex),
         ({"window": 4, "key": "nope"}, errors.EntryNotFound),
         ({"window": 4, "key": "obs"}, errors.EntryMismatch),
         ({"window": 4, "key": "level", "keys": ["level"]}, errors.InvalidIndex),

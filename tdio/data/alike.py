@@ -89,13 +89,22 @@ def chosen_paths(samples: Sequence[Any], keys: Sequence[Key] | None, inner: int)
 
     Raises:
         EntryNotFound: the samples have no such tensor.
+        EntryMismatch: it has no further dim, or is a nested tensor.
     """
     leaves = tensors_of(samples[0])
     if keys is None:
-        return {path for path, leaf in leaves.items() if leaf.ndim > inner}
-    chosen = set(map(path_of, keys))
+        chosen = {path for path, leaf in leaves.items() if leaf.ndim > inner}
+    else:
+        chosen = set(map(path_of, keys))
     if missing := sorted(chosen - leaves.keys()):
         raise EntryNotFound(f"the samples have no tensor {missing[0]!r}; they have {list(leaves)}")
+    for path in sorted(chosen):
+        if leaves[path].is_nested or leaves[path].ndim <= inner:
+            why = "is a nested tensor" if leaves[path].is_nested else f"has only {inner} dims"
+            raise EntryMismatch(
+                f"{path!r} {why}, so it cannot be padded or joined along its first dim below the "
+                "batch size; leave it out of keys=, or use collate_lazy"
+            )
     return chosen
 
 

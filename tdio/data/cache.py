@@ -64,8 +64,11 @@ class RowCache:
     ) -> None:
         if handle.info.stack not in (None, 0):
             raise InvalidIndex(f"{handle.location} is stacked along another dim than the first")
-        if limit_bytes is not None and limit_bytes < 0:
-            raise ValueError(f"cache_bytes={limit_bytes}: at least 0, or None to keep all")
+        whole = limit_bytes is None or hasattr(limit_bytes, "__index__")
+        if not whole or (limit_bytes is not None and limit_bytes < 0):
+            raise ValueError(
+                f"cache_bytes={limit_bytes!r}: a whole number of at least 0, or None to keep all"
+            )
         self.handle, self.paths = handle, list(paths)
         # Workers may run in another directory.
         self.directory, self.limit_bytes = Path(directory).absolute(), limit_bytes

@@ -24,6 +24,7 @@ from tdio.data.alike import (
     differing,
     inner_size,
     samples_of,
+    tensors_of,
 )
 from tdio.data.batches import flat_leaves, one_storage, stack_leaves
 from tdio.errors import EntryMismatch
@@ -173,7 +174,7 @@ def collate_pad(
     Raises:
         EntryNotFound: a key that the samples do not have.
         EntryMismatch: samples differ in another dim, a dtype or in their entries, or have one of
-            the name of ``mask`` or ``lengths``.
+            the name of ``mask`` or ``lengths``; an entry cannot be padded, or not hold the value.
         ValueError: ``padding_value`` or ``padding_side`` names an entry that is not padded, there
             is no such side, or a ready batch is empty.
         TypeError: not a batch.
@@ -199,6 +200,9 @@ def collate_pad(
     if mask is not None and mask == lengths:
         raise ValueError(f"mask= and lengths= are both {mask!r}")
     _check_settings(padding_value, padding_side, chosen)
+    for path, leaf in tensors_of(samples[0]).items():
+        if path in chosen:
+            _check_value(path, leaf.dtype, _setting(padding_value, path, 0))
     sizes: dict[str, torch.Tensor] = {}
 
     def combine(path: str, leaves: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -281,6 +285,18 @@ def _check_settings(values: Any, sides: Any, chosen: set[str]) -> None:
     for side in sides.values() if isinstance(sides, Mapping) else [sides]:
         if side not in ("left", "right"):
             raise ValueError(f"padding_side is {side!r}; it must be 'left' or 'right'")
+
+
+def _check_value(path: str, dtype: torch.dtype, value: Any) -> None:
+    """Raise EntryMismatch for a padding value that an entry cannot hold."""
+    if dtype.is_floating_point or dtype.is_complex:
+        fits = isinstance(value, (int, float))
+    else:
+        limits = (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+        fits = isinstance(value, (int, float)) and limits[0] <= value <= limits[1]
+        fits = fits and value == int(value)
+    if not fits:
+        raise EntryMismatch(f"padding_value={value!r} cannot be held by {path!r}, which is {dtype}")
 
 
 def _setting(given: Any, path: str, default: Any) -> Any:

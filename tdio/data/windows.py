@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,11 @@ class Windows:
         prefix: str,
     ) -> None:
         self.handle, self.paths, where = handle, list(paths), str(handle.location)
-        self.length, self.stride = length, length if stride is None else stride
+        try:
+            self.length = index(length)
+            self.stride = self.length if stride is None else index(stride)
+        except TypeError:
+            raise InvalidIndex(f"window={length!r}, stride={stride!r}: whole numbers") from None
         if self.length < 1 or self.stride < 1:
             raise InvalidIndex(f"window={length}, stride={stride}: at least 1 step")
         if len(handle.info.batch) != 1:
