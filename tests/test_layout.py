@@ -179,6 +179,13 @@ def test_a_batch_moves_at_most_twice_what_it_returns_and_small_gaps(row_bytes, s
     assert moved <= 2 * returned + COMMAND_BYTES * len(steps) * len(row_bytes)
 
 
+def test_many_bytes_far_apart_are_not_read_through_gaps_without_end():
+    apart = [np.arange(0, 100 * count, 100) for count in (1_000, 1_000_000)]
+    few, many = (plan_rows(positions, 1) for positions in apart)
+    assert (len(few.starts), few.moved_bytes) == (1, 99_901)
+    assert (len(many.starts), many.moved_bytes) == (1_000_000, 1_000_000)
+
+
 def test_long_ranges_are_cut_into_pieces():
     pieces = in_pieces(plan_rows(np.arange(10), PIECE_BYTES))
     assert pieces.sizes.max() == PIECE_BYTES

@@ -7,10 +7,10 @@ Two ways to read the rows of an entry, chosen by counting (numbers in ``docs/sto
 - *gathered*: distinct rows in ascending order, received into a scratch buffer and picked out of
   it. Near neighbours are merged where that halves the number of ranges (of many small rows: leaves
   a sixth): 8,192 of 10,000 rows are then a few long ranges. A gap is read through where it moves
-  fewer bytes than another command would, or where it costs less time than one and the whole read
-  moves at most twice the bytes that it returns. Small rows are gathered also without merging:
-  ascending offsets have long runs of one width, whose commands are encoded in bulk. Rows above
-  16 KiB never are: to copy one takes longer than another command.
+  fewer bytes than another command would, or costs less time than one, and the whole read moves at
+  most twice the bytes that it returns (4 MiB more are nothing). Small rows are gathered also
+  without merging: ascending offsets have long runs of one width, whose commands are encoded in
+  bulk. Rows above 16 KiB never are: to copy one takes longer than another command.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from tdio.layout.spec import Int64Array
 
 #: Request and reply framing of one GETRANGE, about: a gap below this is cheaper to read than skip.
 COMMAND_BYTES = 128
+#: Gaps below that may take so much memory beyond what is returned, whatever that is.
+SLACK_BYTES = 4 * 1024 * 1024
 #: Merging more than this many bytes of gap saves no time even at full density; nor does merging
 #: rows above that, whose copy takes longer than another command.
 MAX_GAP_BYTES = 16 * 1024
@@ -208,14 +210,17 @@ def _gap_limit(selection: Selection, row_bytes: int, most: int, spare: int | Non
     needed, gaps = selection.gap_above(most), selection.distinct[2]
     own = len(selection.positions) * row_bytes
     spare = own if spare is None else spare
-    for most_bytes, room in ((MAX_GAP_BYTES, min(own, spare)), (QUICK_BYTES, spare)):
+    for most_bytes, room in (
+        (MAX_GAP_BYTES, min(own, spare)),
+        (QUICK_BYTES, spare),
+        (COMMAND_BYTES, max(spare, SLACK_BYTES)),
+    ):
         limit = most_bytes // row_bytes
         if needed > limit:
             return None
         if int(gaps[gaps <= limit].sum()) * row_bytes <= room:
             return limit
-    limit = COMMAND_BYTES // row_bytes
-    return limit if needed <= limit else None
+    return None
 
 
 def _gathered(selection: Selection, limit: int, row_bytes: int) -> Ranges:

@@ -48,8 +48,8 @@ def plan_leaves(
     """Plan the same rows of several homogeneous leaves, in the order to ask for them.
 
     Rows too large to be merged come first, as there is little to plan; then from the smallest leaf
-    on. What is read between the rows of all of them is at most as much as what is returned, gaps
-    below the size of a command aside.
+    on. What is read between the rows of all of them is at most as much as what is returned, or
+    4 MiB for gaps below the size of a command.
     """
     plain = Selection(rows.positions)
     swapped: Selection | None = None
