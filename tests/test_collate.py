@@ -429,6 +429,10 @@ def test_an_entry_without_a_dim_to_pad_is_refused(collate):
         samples = [TensorDict(x=entry, y=torch.ones(n)) for n in (1, 2)]
         with pytest.raises(errors.EntryMismatch, match=f"'x' {why}.*collate_lazy"):
             collate(samples, keys=["x", "y"])
+    nested = TensorDict({"b": torch.ones(1)})
+    samples = [TensorDict({"a.b": torch.ones(n), "a": nested}) for n in (1, 2)]
+    with pytest.raises(errors.EntryMismatch, match="'a.b' of the samples holds a '.'"):
+        collate(samples)
 
 
 # ---- pinning

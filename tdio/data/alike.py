@@ -10,7 +10,7 @@ from tensordict import is_tensor_collection
 
 from tdio._td import _is_leaf_nontensor, is_non_tensor
 from tdio.errors import EntryMismatch, EntryNotFound
-from tdio.layout.paths import Key, path_of
+from tdio.layout.paths import SEPARATOR, Key, path_of
 
 
 def samples_of(batch: Any) -> list[Any]:
@@ -89,9 +89,15 @@ def chosen_paths(samples: Sequence[Any], keys: Sequence[Key] | None, inner: int)
 
     Raises:
         EntryNotFound: the samples have no such tensor.
-        EntryMismatch: it has no further dim, or is a nested tensor.
+        EntryMismatch: it has no further dim, or is a nested tensor; a name holds a ".".
     """
     leaves = tensors_of(samples[0])
+    for key in samples[0].keys(True, True):
+        if any(SEPARATOR in part for part in ((key,) if isinstance(key, str) else key)):
+            raise EntryMismatch(
+                f"the key {key!r} of the samples holds a {SEPARATOR!r}, which stands for nesting "
+                "in the names of entries; rename it, or use collate_lazy"
+            )
     if keys is None:
         chosen = {path for path, leaf in leaves.items() if leaf.ndim > inner}
     else:
