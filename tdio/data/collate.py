@@ -24,7 +24,6 @@ from tdio.data.alike import (
     differing,
     inner_size,
     samples_of,
-    tensors_of,
 )
 from tdio.data.batches import flat_leaves, one_storage, stack_leaves
 from tdio.errors import EntryMismatch
@@ -200,9 +199,6 @@ def collate_pad(
     if mask is not None and mask == lengths:
         raise ValueError(f"mask= and lengths= are both {mask!r}")
     _check_settings(padding_value, padding_side, chosen)
-    for path, leaf in tensors_of(samples[0]).items():
-        if path in chosen:
-            _check_value(path, leaf.dtype, _setting(padding_value, path, 0))
     sizes: dict[str, torch.Tensor] = {}
 
     def combine(path: str, leaves: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -210,6 +206,7 @@ def collate_pad(
             return torch.stack(leaves)
         sizes[path] = torch.tensor([leaf.shape[inner] for leaf in leaves])
         value, side = _setting(padding_value, path, 0), _setting(padding_side, path, "right")
+        _check_value(path, leaves[0].dtype, value)
         # pad_sequence pads dim 0 of each sample.
         moved = [leaf.movedim(inner, 0) for leaf in leaves]
         padded = pad_sequence(moved, batch_first=True, padding_value=value, padding_side=side)

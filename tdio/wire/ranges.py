@@ -47,8 +47,8 @@ def encode_reads(reads: Iterable[RangeRead]) -> Iterator[tuple[bytes, int]]:
             yield _get(read.key), len(read.into)
             continue
         head = _head(read.key)
-        if read.ranges.single is not None:
-            start, size = read.ranges.single
+        if (single := read.ranges.single) is not None:
+            start, size = single
             yield head + _numbers(start, start + size - 1), size
             continue
         uniform = read.ranges.uniform
