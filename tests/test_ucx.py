@@ -831,12 +831,38 @@ def test_a_listener_is_closed_by_another_thread_while_clients_come(child):
     for _ in range(2):
         child(_come_and_go, port)
     ours, theirs = mp.Pipe()
-    # Each of the delays once. Of some thousand rounds UCX itself does not survive one, where a client
-    # goes in the middle of its own handshake.
-    closing = child(_close_while_clients_come, port, 12, theirs)
+    # Each of the delays some times.
+    closing = child(_close_while_clients_come, port, 48, theirs)
     closing.join(120)
     assert closing.exitcode == 0, closing.exitcode
     assert ours.recv() == {"closed"}
+
+
+@pytest.mark.parametrize("words", [b"", b"\x10"], ids=["silent", "within its words"])
+def test_a_client_that_is_half_way_is_turned_out_when_its_listener_closes(words):
+    for _ in range(5):
+        listener = ucx.listen("127.0.0.1", 0)
+        with socket.create_connection(("127.0.0.1", listener.port)) as client:
+            client.sendall(words)
+            with pytest.raises(PipeTimeout):
+                listener.accept(0.02)
+            listener.close()
+            client.settimeout(20)
+            assert client.recv(1) == b""
+
+
+def test_connections_go_on_when_a_later_listener_at_their_port_closes(child, listener):
+    child(echo, listener.port)
+    endpoint = listener.accept(20)
+    for _ in range(3):
+        listener.close()
+        send(endpoint, pattern(100))
+        assert torch.equal(recv(endpoint), pattern(100))
+        listener = ucx.listen("127.0.0.1", listener.port)
+        with pytest.raises(PipeTimeout):
+            listener.accept(0.02)
+    listener.close()
+    endpoint.close()
 
 
 def test_two_threads_and_two_coroutines_wait_for_one_endpoint(child, listener):

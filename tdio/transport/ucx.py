@@ -11,6 +11,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -30,6 +31,7 @@ from tdio.transport.ucx_endpoint import UcxEndpoint
 from tdio.transport.ucx_handshake import (
     Steps,
     Wait,
+    addresses,
     drive,
     drive_async,
     handshake,
@@ -37,7 +39,7 @@ from tdio.transport.ucx_handshake import (
     new_endpoint,
     place,
 )
-from tdio.transport.ucx_hush import hush
+from tdio.transport.ucx_hush import Peer, hush, sockets_at
 from tdio.transport.ucx_worker import Worker
 
 __all__ = ["Listener", "adopt", "connect", "connect_async", "listen"]
@@ -176,6 +178,9 @@ class Listener:
         self._worker: Worker | None = Worker(family)
         self._owned: Worker | None = self._worker
         self._requests: OrderedDict[int, None] = OrderedDict()
+        #: What was accepted here, and the sockets that were at this address before.
+        self._accepted: weakref.WeakSet[UcxEndpoint] = weakref.WeakSet()
+        self._others = sockets_at(*address[:2]) if port else set()
         # UCX keeps the pointer: the callback lives as long as the listener. It is no Python: UCX
         # holds a lock while it calls it, and Python may hand the interpreter to a thread that then
         # waits for that lock for ever.
@@ -272,7 +277,6 @@ class Listener:
                 continue
             if not isinstance(made, int):
                 endpoint: UcxEndpoint = made
-                name_by_addresses(endpoint)
                 return endpoint
             log.warning("%s: a client was gone before it was accepted", self.name)
 
@@ -293,7 +297,11 @@ class Listener:
             self._taking = True
             try:
                 request, _ = self._requests.popitem(last=False)
-                return new_endpoint(worker, self.name, True, lib.EP_REQUEST, conn_request=request)
+                made = new_endpoint(worker, self.name, True, lib.EP_REQUEST, conn_request=request)
+                if isinstance(made, UcxEndpoint):
+                    name_by_addresses(made)
+                    self._accepted.add(made)
+                return made
             finally:
                 self._taking = False
                 if self._worker is None:
@@ -334,16 +342,28 @@ class Listener:
         if worker is None or not worker.usable:
             return
         if self._listener is not None:
-            hush(self.host, self.port, worker.settle)
-            while self._requests:
-                worker.api.listener_reject(self._listener, self._requests.popitem(last=False)[0])
+            spared = set(map(_remote, list(self._accepted))) - {None}
+            hush(self.host, self.port, self._others, spared, lambda: self._refuse(worker))
             worker.api.listener_destroy(self._listener)
         worker.close()
+
+    def _refuse(self, worker: Worker) -> None:
+        worker.settle()
+        while self._requests:
+            worker.api.listener_reject(self._listener, self._requests.popitem(last=False)[0])
 
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
         # As the interpreter ends nothing can be called any more; the system closes the sockets.
         if getattr(self, "_worker", None) is not None and not ending():
             self.close()
+
+
+def _remote(endpoint: UcxEndpoint) -> Peer:
+    try:
+        found = addresses(endpoint)
+    except PipeClosed:
+        found = None
+    return found and found[1]
 
 
 def _refusal(address: bytes) -> str:

@@ -2,7 +2,8 @@
 
 UCX 1.21 keeps a client that has connected and not yet said what it wants, on the socket that it
 accepted, and where its first words come after the listener is destroyed, it passes them to that:
-the process dies. So nothing new is let in, and who is half way gets a moment to say its words.
+the process dies. So nothing new is let in, and the sockets of those that are half way are shut
+down, whereupon UCX drops them. The listener goes when none is left.
 """
 
 from __future__ import annotations
@@ -13,50 +14,109 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 
-#: How long those that are half way get, in seconds, and how often UCX is driven meanwhile.
-_MOMENT_S, _STEPS = 5e-3, 5
+#: UCX drops a client whose socket is shut down within a moment, from a thread of its own; a machine
+#: that is busy may be late. For so long at most, in seconds, and how often to look.
+_LIMIT_S, _STEP_S = 2.0, 1e-3
+#: A socket whose peer has reset it no longer says who that was: it is half way too, and gone within
+#: a moment, or it is of a connection that its owner has not closed yet. How long to wait for it.
+_NAMELESS_S = 0.25
+#: A socket that is being accepted is for a moment neither in the queue nor among the descriptors:
+#: so many looks in a row must find nothing.
+_LOOKS = 3
 _SO_ATTACH_FILTER = 26
 #: ``struct sock_filter`` of the one instruction "return 0": keep nothing of a packet.
 _DROP = struct.pack("=HBBI", 0x06, 0, 0, 0)
+#: ``tcpi_unacked`` of ``struct tcp_info``: of a listening socket, how many wait to be accepted.
+_TCP_INFO_BYTES, _UNACKED_AT = 104, 24
+
+#: The address of a socket's other end, host and port; None where it is not connected any more.
+Peer = tuple[str, int] | None
 
 
-def hush(host: str, port: int, settle: Callable[[], None]) -> None:
-    """Let the system drop what comes for the listener of this process at an address.
+def sockets_at(host: str, port: int) -> set[int]:
+    """The inodes of the process's sockets at an address."""
+    return set(map(_inode, _sockets(host, port)))
+
+
+def hush(
+    host: str,
+    port: int,
+    others: Collection[int],
+    spared: Collection[Peer],
+    settle: Callable[[], None],
+) -> None:
+    """Let nobody in any more at an address of this process, and turn out who is half way.
 
     Args:
         host: its address, as UCX tells it.
         port: its port.
-        settle: drives UCX.
+        others: sockets there that are not its own, as ``sockets_at`` tells them.
+        spared: the peers whose connections there go on.
+        settle: drives UCX, and refuses whom it has announced meanwhile.
     """
     code = c.create_string_buffer(_DROP, len(_DROP))
     program = struct.pack("@HP", 1, c.addressof(code))
-    for name in os.listdir("/proc/self/fd"):
-        # Some were closed since they were listed.
-        with contextlib.suppress(OSError):
-            _drop(os.dup(int(name)), host, port, program)
-    for _ in range(_STEPS):
+    began = time.monotonic()
+    limit_s, quiet = _NAMELESS_S, 0
+    while quiet < _LOOKS and time.monotonic() - began < limit_s:
         settle()
-        time.sleep(_MOMENT_S / _STEPS)
-    settle()
+        left = 0
+        for one in _sockets(host, port):
+            if _inode(one) in others:
+                continue
+            if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                one.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+                left += _queued(one)
+            elif (peer := _peer(one)) not in spared:
+                left += 1
+                limit_s = _LIMIT_S if peer else limit_s
+                with contextlib.suppress(OSError):
+                    one.shutdown(socket.SHUT_RDWR)
+        quiet = 0 if left else quiet + 1
+        time.sleep(_STEP_S)
 
 
-def _drop(descriptor: int, host: str, port: int, program: bytes) -> None:
-    """Take the descriptor, a copy, and set the filter where it is the listener's."""
+def _queued(listening: socket.socket) -> int:
+    info = listening.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+    (waiting,) = struct.unpack_from("=I", info, _UNACKED_AT)
+    return int(waiting)
+
+
+def _sockets(host: str, port: int) -> Iterator[socket.socket]:
+    """Copies of the process's sockets at an address, each open until the next."""
+    for name in os.listdir("/proc/self/fd"):
+        # Most are no sockets; some were closed since they were listed.
+        with contextlib.suppress(OSError), _copy(name) as one:
+            if _at(one, host, port):
+                yield one
+
+
+def _inode(one: socket.socket) -> int:
+    return os.fstat(one.fileno()).st_ino
+
+
+def _peer(one: socket.socket) -> Peer:
     try:
-        one = socket.socket(fileno=descriptor)
+        host, port = one.getpeername()[:2]
     except OSError:
-        # Most are no sockets.
+        return None
+    return host, port
+
+
+def _copy(name: str) -> socket.socket:
+    descriptor = os.dup(int(name))
+    try:
+        return socket.socket(fileno=descriptor)
+    except OSError:
         os.close(descriptor)
-        return
-    with one:
-        if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and _at(one, host, port):
-            one.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+        raise
 
 
 def _at(one: socket.socket, host: str, port: int) -> bool:
     if one.family not in (socket.AF_INET, socket.AF_INET6):
         return False
     name = one.getsockname()
-    return bool(name[1] == port and name[0].partition("%")[0] == host)
+    any_host = host in ("0.0.0.0", "::")
+    return bool(name[1] == port and (any_host or name[0].partition("%")[0] == host))
