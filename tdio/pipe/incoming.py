@@ -210,6 +210,8 @@ class _Built:
         self.td = td
         self._state = state
         self._expected = expected
+        #: The metadata that was found as expected: nobody changes it in place.
+        self._same: Any = None
         self._inner = plain(td)
         self._device = self._inner.device
         # A stack can grow without a mark, and values are shared with the metadata: look closer.
@@ -231,8 +233,12 @@ class _Built:
         td, state = self._inner, self._state
         if state is None or td.__dict__.get("_consolidated") is not state:
             return False
-        if "stale" in state or state["metadata"] != self._expected or td.device != self._device:
+        if "stale" in state or td.device != self._device:
             return False
+        if state["metadata"] is not self._same:
+            if state["metadata"] != self._expected:
+                return False
+            self._same = state["metadata"]
         return self._key is None or bool(describe(td)[0] == self._key)
 
 

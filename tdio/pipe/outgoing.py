@@ -19,12 +19,16 @@ from tdio.wire.pipe import Outgoing, Parcel
 
 @dataclass
 class _Whole:
-    """The schema of the last consolidated tensordict, recognised by its metadata."""
+    """The schema of the last consolidated tensordict, recognised by its metadata.
+
+    ``same`` is that metadata itself where nobody changes it: without values, which it shares.
+    """
 
     metadata: dict[str, Any]
     schema: Outgoing
     holds_values: bool
     parcel: Parcel
+    same: dict[str, Any] | None = None
 
     def describes(self, metadata: dict[str, Any]) -> bool:
         """Whether ``metadata`` is what was announced."""
@@ -88,8 +92,8 @@ class Packer:
             parcel = leaves_parcel(td)
         else:
             parcel = self._pack_whole(td) or self._gather(td)
-        if parcel.nbytes and parcel.buffers[0].is_cuda:
-            synchronize(parcel.buffers[0].device)
+        if parcel.cuda is not None:
+            synchronize(parcel.cuda)
         return parcel
 
     def _pack_whole(self, td: Any) -> Parcel | None:
@@ -98,6 +102,8 @@ class Packer:
             return None
         metadata, storage = state["metadata"], state["storage"]
         last = self._whole
+        if last is not None and metadata is last.same and storage is last.parcel.buffers[0]:
+            return last.parcel
         if last is None or last.schema.nbytes != storage.nbytes or not last.describes(metadata):
             last = self._learn(td, metadata, storage)
             if last is None:
@@ -106,6 +112,7 @@ class Packer:
         parcel = last.parcel
         if parcel.buffers[0] is not storage:
             last.parcel = parcel = Parcel([storage], last.schema, nbytes=last.schema.nbytes)
+        last.same = None if last.holds_values else metadata
         return parcel
 
     def _learn(self, td: Any, metadata: dict[str, Any], storage: torch.Tensor) -> _Whole | None:

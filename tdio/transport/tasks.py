@@ -63,18 +63,18 @@ class Turn:
     """One at a time, in order of arrival, for threads and coroutines alike."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._taken = False
+        #: Taken while somebody has the turn; handed on locked.
+        self._turn = threading.Lock()
         self._waiting: deque[Future[None]] = deque()
 
     def _enter(self) -> Future[None] | None:
-        with self._lock:
-            if not self._taken:
-                self._taken = True
-                return None
-            future: Future[None] = Future()
-            self._waiting.append(future)
-            return future
+        if self._turn.acquire(False):
+            return None
+        future: Future[None] = Future()
+        self._waiting.append(future)
+        # In the line first: who has the turn looks there once more after it has let it go.
+        self._pass_on()
+        return future
 
     def acquire(self, timeout_s: float | None, what: str) -> None:
         """Wait for the turn.
@@ -113,13 +113,20 @@ class Turn:
 
     def release(self) -> None:
         """Let the next one have its turn."""
-        with self._lock:
+        self._turn.release()
+        if self._waiting:
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        """Give the turn, where nobody has it, to the first who still waits for it."""
+        while self._waiting and self._turn.acquire(False):
+            # Who takes somebody out of the line has the turn: nobody else does meanwhile.
             while self._waiting:
                 future = self._waiting.popleft()
                 if future.set_running_or_notify_cancel():
                     future.set_result(None)
                     return
-            self._taken = False
+            self._turn.release()
 
 
 def _busy(what: str, timeout_s: float | None) -> str:

@@ -25,6 +25,7 @@ class _UcxxWorker:
 
     def __init__(self, handle: int):
         self.handle = handle
+        self._prepared = lib.prepare(handle)
         self._pid = os.getpid()
         self.api = lib.ucp_unlocked()
 
@@ -33,7 +34,7 @@ class _UcxxWorker:
         return self._pid == os.getpid()
 
     def step(self) -> None:
-        self.api.worker_progress(self.handle)
+        self.api.worker_progress(*self._prepared)
 
     settle = step
 

@@ -28,11 +28,11 @@ def _param(memory_type: int, info: lib.TagInfo | None = None) -> Any:
     return param
 
 
-class _Inbox:
-    """Where UCX writes what it found on one channel, for the one call at a time that receives.
+class _Lane:
+    """What the calls on one channel need: where UCX writes what it found, and their arguments.
 
     Two channels have two: threads that use one each run between a call of UCX and the look at what
-    it wrote.
+    it wrote. A stream sends and receives one buffer mostly, so its arguments are kept.
     """
 
     def __init__(self) -> None:
@@ -41,10 +41,15 @@ class _Inbox:
         self._recv = (_param(lib.HOST_MEMORY, self.info), _param(lib.CUDA_MEMORY, self.info))
         #: By whether the buffer is on a CUDA device.
         self.recv_at = tuple(map(c.addressof, self._recv))
+        self.probing: tuple[Any, ...] = ()
+        #: The last buffers, as ``address`` tells them, and the arguments for them.
+        self.sent = self.received = (0, -1, False)
+        self.sending: tuple[Any, ...] = ()
+        self.receiving: tuple[Any, ...] = ()
 
 
 _SEND = (_param(lib.HOST_MEMORY), _param(lib.CUDA_MEMORY))
-#: By whether the buffer is on a CUDA device. An address passes through ctypes fastest.
+#: By whether the buffer is on a CUDA device.
 _SEND_AT = tuple(map(c.addressof, _SEND))
 
 
@@ -202,7 +207,8 @@ class UcxEndpoint(Endpoint):
         self.api = api = worker.api
         self.pending: set[UcxTransfer] = set()
         self._kept: list[Any] = []
-        self._inboxes = _Inbox(), _Inbox()
+        self._last = _Done(0)
+        self._lanes = _Lane(), _Lane()
         self._tag_send, self._tag_recv, self._tag_probe = (
             api.tag_send_nbx,
             api.tag_recv_nbx,
@@ -213,6 +219,10 @@ class UcxEndpoint(Endpoint):
     def agree(self, send_tag: int, recv_tag: int, tdio_peer: bool) -> None:
         """Set what the two ends agreed on."""
         self._send_tag, self._recv_tag, self.tdio_peer = send_tag, recv_tag, tdio_peer
+        worker = self._open().handle
+        for channel, lane in enumerate(self._lanes):
+            tag = recv_tag + channel
+            lane.probing = lib.prepare(worker, tag, lib.FULL_MASK, 0, lane.info_at)
 
     @property
     def handle(self) -> int:
@@ -252,16 +262,19 @@ class UcxEndpoint(Endpoint):
             self._open()
         if self.failure() is not None and (error := self._lost()):
             raise error
-        place, nbytes, cuda = address(buffer)
+        where, lane = address(buffer), self._lanes[channel]
+        if where != lane.sent:
+            place, nbytes, cuda = where
+            tag = self._send_tag + channel
+            lane.sending = lib.prepare(self._handle, place, nbytes, tag, _SEND_AT[cuda])
+            lane.sent = where
         if self._worker is None:
             # Closed by another thread meanwhile; after this test none runs before the call below.
             self._open()
-        request = self._tag_send(
-            self._handle, place, nbytes, self._send_tag + channel, _SEND_AT[cuda]
-        )
+        request = self._tag_send(*lane.sending)
         if request is None:
-            return _Done(nbytes)
-        transfer = UcxTransfer(self, buffer, nbytes)
+            return self._done(where[1])
+        transfer = UcxTransfer(self, buffer, where[1])
         transfer.start(request)
         return transfer
 
@@ -275,15 +288,13 @@ class UcxEndpoint(Endpoint):
         worker = self._worker
         if worker is None or not worker.usable:
             worker = self._open()
-        inbox = self._inboxes[channel]
-        tag, mask, at = self._recv_tag + channel, lib.FULL_MASK, inbox.info_at
+        lane = self._lanes[channel]
         # Another thread may close this end after any call, but not between a test and a call.
-        handle = worker.handle
-        if self._worker is not None and self._tag_probe(handle, tag, mask, 0, at):
-            return int(inbox.info.length)
+        if self._worker is not None and self._tag_probe(*lane.probing):
+            return int(lane.info.length)
         worker.step()
-        if self._worker is not None and self._tag_probe(handle, tag, mask, 0, at):
-            return int(inbox.info.length)
+        if self._worker is not None and self._tag_probe(*lane.probing):
+            return int(lane.info.length)
         if self._worker is None:
             self._open()
         if error := self._lost():
@@ -300,16 +311,18 @@ class UcxEndpoint(Endpoint):
         worker = self._worker
         if worker is None or not worker.usable:
             worker = self._open()
-        place, nbytes, cuda = address(buffer, writable=True)
-        inbox = self._inboxes[channel]
-        tag, mask, handle = self._recv_tag + channel, lib.FULL_MASK, worker.handle
-        at = inbox.recv_at[cuda]
+        where, lane = address(buffer, writable=True), self._lanes[channel]
+        if where != lane.received:
+            place, nbytes, cuda = where
+            tag, at = self._recv_tag + channel, lane.recv_at[cuda]
+            lane.receiving = lib.prepare(worker.handle, place, nbytes, tag, lib.FULL_MASK, at)
+            lane.received = where
         if self._worker is None:
             self._open()
-        request = self._tag_recv(handle, place, nbytes, tag, mask, at)
+        request = self._tag_recv(*lane.receiving)
         if request is None:
-            return _Done(inbox.info.length)
-        transfer = _Receive(self, buffer, nbytes)
+            return self._done(lane.info.length)
+        transfer = _Receive(self, buffer, where[1])
         transfer.start(request)
         return transfer
 
@@ -351,12 +364,19 @@ class UcxEndpoint(Endpoint):
         worker, idle = self._open(), self._unless_lost(ready)
         await worker.wait_async(ready, idle, timeout_s, self.name, self._under_way())
 
+    def _done(self, nbytes: int) -> Transfer:
+        # Messages of a stream have one size mostly.
+        last = self._last
+        if last.nbytes != nbytes:
+            last = self._last = _Done(nbytes)
+        return last
+
     def flush(self) -> Transfer:
         """Start to wait until everything that was sent has reached the peer's UCX."""
         self._open()
         request = self.api.ep_flush_nbx(self._handle, _SEND_AT[False])
         if request is None:
-            return _Done(0)
+            return self._done(0)
         transfer = UcxTransfer(self, None, 0)
         transfer.start(request)
         return transfer

@@ -165,6 +165,7 @@ class Worker:
         self._worker = core.UCXWorker(context)
         self._worker.init_blocking_progress_mode()
         self.handle: int = self._worker.handle
+        self._prepared = lib.prepare(self.handle)
         self._fd: int = self._worker.epoll_file_descriptor
         #: The sleeping coroutines of each loop: a loop has one reader for a descriptor.
         self._asleep: dict[asyncio.AbstractEventLoop, set[asyncio.Event]] = {}
@@ -177,12 +178,12 @@ class Worker:
     def step(self) -> None:
         """Move things on a little: what comes in is taken in, so no more than is looked for."""
         if self.usable:
-            self._progress(self.handle)
+            self._progress(*self._prepared)
 
     def settle(self) -> None:
         """Move on what has arrived, though not for as long as a busy peer sends."""
         for _ in range(_SETTLE_STEPS):
-            if not (self.usable and self._progress(self.handle)):
+            if not (self.usable and self._progress(*self._prepared)):
                 return
 
     def _arm(self) -> bool:
@@ -211,14 +212,14 @@ class Worker:
             PipeTimeout: not within ``timeout_s`` seconds.
             PipeClosed: the worker was closed meanwhile.
         """
-        progress, handle = self._progress, self.handle
+        progress, handle = self._progress, self._prepared
         nap = _Nap(timeout_s, what, nbytes)
         while True:
             if not self.usable:
                 # Closed by another task or thread meanwhile: the handle is no more. Between this
                 # test and the call below no other thread runs.
                 raise PipeClosed(f"{what}: closed while it was waited for")
-            moved = progress(handle)
+            moved = progress(*handle)
             if ready():
                 return
             if not moved:
@@ -226,7 +227,7 @@ class Worker:
             if nap.polls(moved):
                 continue
             seconds = nap.seconds()
-            if self.usable and progress(handle):
+            if self.usable and progress(*handle):
                 continue
             if not self._arm():
                 # UCX holds what the peer has no room for: no event tells when it has.
@@ -255,7 +256,7 @@ class Worker:
             PipeTimeout: not within ``timeout_s`` seconds.
             PipeClosed: the worker was closed meanwhile.
         """
-        progress, handle, clock = self._progress, self.handle, time.monotonic
+        progress, handle, clock = self._progress, self._prepared, time.monotonic
         nap = _Nap(timeout_s, what, nbytes)
         while True:
             if clock() - self._yielded > YIELD_S:
@@ -264,7 +265,7 @@ class Worker:
                 # Closed by another task or thread meanwhile: the handle is no more. Between this
                 # test and the call below no other thread runs.
                 raise PipeClosed(f"{what}: closed while it was waited for")
-            moved = progress(handle)
+            moved = progress(*handle)
             if ready():
                 # At once: a cancellation must not meet what is complete.
                 return
@@ -276,7 +277,7 @@ class Worker:
                     await self._yield()
                 continue
             seconds = nap.seconds()
-            if self.usable and progress(handle):
+            if self.usable and progress(*handle):
                 continue
             if not self._arm():
                 # UCX holds what the peer has no room for: no event tells when it has.
@@ -324,7 +325,7 @@ class Worker:
             return True
         until = time.monotonic() + limit_s
         while self.api.request_check_status(request) == lib.IN_PROGRESS:
-            self._progress(self.handle)
+            self._progress(*self._prepared)
             if time.monotonic() > until:
                 return False
         self.api.request_free(request)

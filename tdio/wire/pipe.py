@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 import torch
@@ -56,12 +56,21 @@ class Outgoing:
 
 @dataclass
 class Parcel:
-    """One tensordict to send: a storage with its schema, or leaf by leaf with a header."""
+    """One tensordict to send: a storage with its schema, or leaf by leaf with a header.
+
+    Attributes:
+        cuda: the device whose stream fills the buffers, where that is a CUDA device.
+    """
 
     buffers: list[torch.Tensor]
     schema: Outgoing | None = None
     header: bytes = b""
     nbytes: int = 0
+    cuda: torch.device | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        first = self.buffers[0] if self.nbytes else None
+        self.cuda = first.device if first is not None and first.is_cuda else None
 
 
 class Sink(ABC):
