@@ -195,6 +195,25 @@ def test_a_store_that_tdio_never_wrote_gets_a_version_with_its_first_write(conn,
     assert two["x"].tolist() == [1, 1, 1] and two["x"].dtype == torch.int32
 
 
+@pytest.mark.parametrize("lost", ["version", "schema"])
+def test_a_store_that_lost_one_of_its_tokens_is_read_and_written_on(conn, raw, lost):
+    store = TensorDictStore.from_tensordict(TensorDict(x=torch.zeros(3), batch_size=[3]), **conn)
+    names = store._handle.names
+    raw.delete(getattr(names, lost))
+    for handle in (store, open_store(td_id=store.td_id, **conn)):
+        for step in range(3):
+            assert handle["x"].tolist() == [0.0] * 3
+            handle["x"] = torch.full((3,), float(step))
+            handle[1] = TensorDict(x=torch.tensor(9.0))
+            assert store["x"].tolist() == [step, 9, step]
+            handle["x"] = torch.zeros(3)
+        # Another kind: the schema changes, and every handle sees it.
+        handle["x"] = torch.ones(3, dtype=torch.int64)
+        assert store["x"].dtype == torch.int64
+        handle["x"] = torch.zeros(3)
+        assert raw.get(names.version)[8:] == raw.get(names.schema)
+
+
 def test_a_half_written_update_writes_nothing(conn):
     store = TensorDictStore.from_tensordict(
         TensorDict(x=torch.zeros(3), y=torch.zeros(3), batch_size=[3]), **conn
@@ -256,7 +275,7 @@ def test_the_reference_reads_what_the_tokens_stand_beside(conn, raw):
     assert theirs["x"].tolist() == [1, 2, 3]
     theirs.close()
     with redis.Redis(**conn) as client:
-        assert client.strlen(store._handle.names.version) == 8
+        assert client.strlen(store._handle.names.version) == 16
 
 
 INDEXES = [

@@ -8,7 +8,6 @@ themselves: a sync or an async client runs them.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -42,7 +41,7 @@ T = TypeVar("T")
 #: Attempts of a read or write that others come between.
 ATTEMPTS = 100
 #: Tokens that are on no server: what is done after ``clear`` finds that the store is gone.
-CLEARED = Tokens(b"", b"cleared")
+CLEARED = Tokens(b"cleared." * 2, b"cleared.")
 #: Without MULTI, a read that is torn so often is done in smaller parts.
 _TORN = 4
 #: The range of a version, made once: every read has one.
@@ -83,13 +82,11 @@ class Plan:
     @property
     def several(self) -> bool:
         """Whether it takes more than one command."""
-        commands = len(self.values)
-        for read in self.reads:
-            # A long one is asked for in pieces, unless it is a whole string of a Valkey.
-            commands += len(read.ranges.starts) + (len(read.into) > PIECE_BYTES)
-            if commands > 1:
-                break
-        return commands > 1
+        reads = self.reads.first(2)
+        if len(reads) + len(self.values) > 1:
+            return True
+        # A long one is asked for in pieces, unless it is a whole string of a Valkey.
+        return any(len(r.ranges.starts) > 1 or len(r.into) > PIECE_BYTES for r in reads)
 
 
 @dataclass(frozen=True)
@@ -159,7 +156,8 @@ class Handle:
         self.allow_pickle = allow_pickle
         self._may_transact = True
         self.may_script = True
-        self._tokens = token_items(location.names)
+        self._version_key = location.names.version
+        self._version = token_items(location.names)[0]
         self.state = Known(info)
 
     @property
@@ -301,8 +299,8 @@ class Handle:
         """Read what ``make`` plans, from one version of the store. One round trip.
 
         The version token is read before and after the ranges: where it changed between, the read
-        is done again, in a transaction if the user may. The schema token tells whether the plan
-        was made from metadata that another handle has changed meanwhile.
+        is done again, in a transaction if the user may. The schema token in it tells whether the
+        plan was made from metadata that another handle has changed meanwhile.
 
         Raises:
             Contended: writers came between too often, and the user may not use MULTI.
@@ -320,14 +318,14 @@ class Handle:
             atomic = torn > 0 and self._may_transact
             stamp = np.empty(len(known.version), np.uint8)
             stamped = bool(len(stamp)) and not atomic and plan.several
-            reads = plan.reads
+            first = None
             if stamped:
                 what = ("", self.location)
-                first = RangeRead(self.names.version, _all_of(len(stamp)), stamp, what, True)
-                reads = Reads(itertools.chain((first,), reads))
+                first = RangeRead(self._version_key, _all_of(len(stamp)), stamp, what, True)
             after: list[tuple[Arg, ...]] = [("GET", self.names.data(p)) for p in plan.values]
+            after.append(self._version)
             try:
-                replies = yield Fetch(reads, [*after, *self._tokens], atomic, plan.meanwhile)
+                replies = yield Fetch(plan.reads, after, atomic, first, plan.meanwhile)
             except AccessDenied:
                 if not atomic:
                     raise
@@ -341,15 +339,15 @@ class Handle:
                 yield from self.reload()
                 doubted = self.state.tokens.schema == known.schema
                 continue
-            version, schema = replies[-2:]
-            if schema != known.schema or (version != known.version and not known.version):
+            version = replies[-1]
+            if not known.describes(version):
                 yield from self.reload()
             elif stamped and stamp.tobytes() != version:
                 torn += 1
                 if torn >= _TORN and not self._may_transact:
                     break
             else:
-                return plan.finish(replies[:-2])
+                return plan.finish(replies[:-1])
         raise Contended(
             f"{self.location}: other writers came between every attempt of this read; let the user "
             "use MULTI and EXEC, or read fewer rows at once"

@@ -33,9 +33,10 @@ STREAM_BYTES = 512 * 1024 * 1024
 
 def new_tokens(now: Tokens, *, schema: bool) -> Tokens:
     """Return fresh tokens: random, so that no counter has to be read first."""
-    version = secrets.token_bytes(TOKEN_BYTES)
+    fresh = secrets.token_bytes(TOKEN_BYTES)
     # A store that the reference wrote has none: its schema gets one with the first write.
-    return Tokens(version, version if schema or not now.schema else now.schema)
+    kept = fresh if schema or not now.schema else now.schema
+    return Tokens(fresh + kept, kept)
 
 
 def token_writes(names: Names, tokens: Tokens) -> Items:

@@ -37,12 +37,18 @@ class Tokens:
     """What the version keys held; equal tokens mean that no write of tdio came between.
 
     Attributes:
-        version: replaced by every write; empty for a store that tdio has never written to.
-        schema: replaced by a write that changes keys, shapes, dtypes, kinds or levels.
+        version: replaced by every write; empty for a store that tdio has never written to. Its
+            second half is the schema: a read that looks at the version has looked at both.
+        schema: replaced by a write that changes keys, shapes, dtypes, kinds or levels. In a key of
+            its own, which writers watch.
     """
 
     version: bytes = b""
     schema: bytes = b""
+
+    def describes(self, version: bytes) -> bool:
+        """Whether the schema has not changed up to a version that was read later."""
+        return version[TOKEN_BYTES:] == self.version[TOKEN_BYTES:]
 
 
 def token_items(names: Names) -> list[tuple[Arg, ...]]:

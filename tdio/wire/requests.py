@@ -81,13 +81,20 @@ class Reads:
         self._more = iter(reads)
 
     def __iter__(self) -> Iterator[RangeRead]:
-        for at in itertools.count():
-            if at == len(self._taken):
+        taken, at = self._taken, 0
+        while True:
+            if at == len(taken):
                 following = next(self._more, None)
                 if following is None:
                     return
-                self._taken.append(following)
-            yield self._taken[at]
+                taken.append(following)
+            yield taken[at]
+            at += 1
+
+    def first(self, count: int) -> list[RangeRead]:
+        """Return so many of them, or all that there are."""
+        self._taken += itertools.islice(self._more, max(0, count - len(self._taken)))
+        return self._taken[:count]
 
     def take_one(self) -> None:
         """Have one more planned."""
@@ -102,12 +109,14 @@ class Fetch:
         reads: what to read.
         after: ordinary commands that follow them; their replies are those of the round trip.
         atomic: wrap all of it in MULTI/EXEC.
+        first: a read before the others.
         meanwhile: work that needs no reply, done when the server has enough to do.
     """
 
     reads: Reads = field(default_factory=Reads)
     after: list[tuple[Arg, ...]] = field(default_factory=list)
     atomic: bool = False
+    first: RangeRead | None = None
     meanwhile: Callable[[], None] | None = None
 
 
