@@ -56,6 +56,8 @@ CASES = {
     "more large ones than are prepared for": [[DIRECT_BYTES] * 150, [5]],
     "many sizes": [[1, 99, 1000, 5, 5, 12345] * 9, [7] * 20],
     "larger than the scratch": [[400_000, 3]],
+    "a few small": [[16], [100], [7, 7]],
+    "a large one behind a small one": [[16], [DIRECT_BYTES], [5], [6]],
     "nothing": [[]],
 }
 
@@ -74,7 +76,8 @@ def test_replies_are_stripped_whole_and_in_pieces(name, step):
 
 @pytest.mark.parametrize("step", [10**9, 1])
 @pytest.mark.parametrize(
-    ("size", "count", "scattered"), [(10, 40, False), (10, 5, True), (DIRECT_BYTES, 40, True)]
+    ("size", "count", "scattered"),
+    [(10, 40, False), (10, 5, False), (DIRECT_BYTES // 2, 5, True), (DIRECT_BYTES, 40, True)],
 )
 @pytest.mark.parametrize(
     "frame",

@@ -23,9 +23,8 @@ DIRECT_BYTES = 8 * 1024
 #: one that is arriving.
 _LOT, _LOT_BYTES = 16, 256 * 1024
 SCRATCH_BYTES = 256 * 1024
-#: Of up to so many ranges each is received into its place, whatever its size: that is cheaper than
-#: to look for equal ones.
-_DIRECT_RANGES = 16
+#: Of up to so many ranges each has a group of its own: that is cheaper than to look for equal ones.
+_SINGLE_RANGES = 16
 
 
 class UnexpectedFrameError(Exception):
@@ -45,11 +44,19 @@ class UnexpectedFrameError(Exception):
 
 
 def _groups(reads: Iterable[RangeRead]) -> Iterator[Group]:
-    for read in reads:
+    following = iter(reads)
+    later = next(following, None)
+    while (read := later) is not None:
+        later, known = None, False
         into, sizes = read.into.data, read.ranges.sizes
-        few = len(sizes) <= _DIRECT_RANGES
-        if few:
+        direct = False
+        if len(sizes) <= _SINGLE_RANGES:
             runs: Iterable[tuple[int, int]] = [(size, 1) for size in sizes.tolist()]
+            direct = len(into) >= DIRECT_BYTES
+            if not direct:
+                # Small ones too where a large one follows, much of which would come with them.
+                later, known = next(following, None), True
+                direct = later is not None and len(later.into) >= DIRECT_BYTES
         elif read.ranges.uniform:
             runs = [(int(sizes[0]), len(sizes))]
         else:
@@ -60,9 +67,11 @@ def _groups(reads: Iterable[RangeRead]) -> Iterator[Group]:
         at = 0
         for size, count in runs:
             end = at + size * count
-            direct = few or size >= DIRECT_BYTES
-            yield Group(read, size, count, into[at:end], b"$%d\r\n" % size, direct)
+            header = b"$%d\r\n" % size
+            yield Group(read, size, count, into[at:end], header, direct or size >= DIRECT_BYTES)
             at = end
+        if not known:
+            later = next(following, None)
 
 
 class RangeReceiver:
