@@ -58,6 +58,10 @@ def normalise(index: Any, ndim: int) -> tuple[Any, ...]:
     Raises:
         InvalidIndex: a float, a string, too many dims, two Ellipses, a ragged list.
     """
+    if isinstance(index, tuple) and not index:
+        return ()
+    if type(index) is int and ndim:
+        return (index,)
     items = list(index) if isinstance(index, tuple) else [index]
     items = [_item(item) for item in items]
     used = sum(dims_taken(item) for item in items if item is not Ellipsis)

@@ -167,12 +167,18 @@ def _planning_leaf(
         raise _BecameRagged
     batch = entry.frame.batch
     landing = yield from entry.landing(handle, select(batch, normalise(index, len(batch))))
+    early: list[torch.Tensor] = []
+
+    def meanwhile() -> None:
+        if device is None:
+            early.extend(views(landing.memory, landing.slots))
 
     def finish(blobs: list[bytes | None]) -> torch.Tensor:
-        (leaf,) = views(landing.storage(device), landing.slots)
+        storage = landing.storage(device)
+        (leaf,) = early or views(storage, landing.slots)
         return leaf
 
-    return Plan(landing.reads, (), finish)
+    return Plan(landing.reads, (), finish, meanwhile)
 
 
 def _planning(
