@@ -22,6 +22,8 @@ from tdio.wire.requests import Body, Commands, Fetch, RangeRead, Reads, encode_c
 _SEND_BYTES = 64 * 1024
 #: So many bytes of commands are sent at once: the server begins while the rest is encoded.
 _EARLY_BYTES = 8 * 1024
+#: And the first ones once so many bytes are asked for.
+_EARLY_ASKED = 32 * 1024
 #: What a new connection asks first; its reply, or error, is for ``greeted``.
 GREETING = Commands([("HELLO",)], tolerant=True)
 #: The first line of a bulk reply is shorter.
@@ -171,7 +173,8 @@ class Protocol:
                         break
                     pending += batch[0]
                     asked += batch[1]
-                    if len(pending) >= _EARLY_BYTES or asked - receiver.received_bytes >= window:
+                    early = len(pending) >= _EARLY_BYTES or (not begun and asked >= _EARLY_ASKED)
+                    if early or asked - receiver.received_bytes >= window:
                         yield True, pending
                         pending, begun = b"", True
                 if not receiver.done:
