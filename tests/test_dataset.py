@@ -132,6 +132,8 @@ def test_what_a_transform_makes_of_a_batch_arrives_unchanged(dataset, conn, work
 def test_construction(dataset, conn):
     with pytest.raises(TypeError):
         StoreDataset(**conn)
+    with pytest.raises(TypeError, match="td_id='nope'"):
+        StoreDataset("nope", **conn)
     with pytest.raises(errors.StoreNotFound):
         StoreDataset(td_id="nope", **conn)
     flat = TensorDictStore.from_tensordict(TensorDict(a=torch.zeros(3)), **conn)

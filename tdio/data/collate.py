@@ -69,8 +69,8 @@ def collate_stack(batch: Any) -> Any:
         batch: as in ``tensordict_collate``.
 
     Returns:
-        A TensorDict or tensorclass ``[B, *]`` whose leaves share one storage. Nested tensordicts
-        keep their batch sizes and names, behind B.
+        A TensorDict or tensorclass ``[B, *]`` whose leaves share one storage, detached. Nested
+        tensordicts keep their batch sizes and names, behind B.
 
     Raises:
         EntryMismatch: samples differ in their entries, in the shape or dtype of one, or in the

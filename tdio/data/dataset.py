@@ -95,6 +95,8 @@ class StoreDataset(Dataset[Any]):
     ) -> None:
         if (store is None) == (td_id is None):
             raise TypeError("pass either an open store or td_id=")
+        if isinstance(store, str):
+            raise TypeError(f"an id is passed by name: td_id={store!r}")
         if store is None:
             assert td_id is not None
             store = open_store(td_id=td_id, **connection)
