@@ -74,7 +74,7 @@ def test_threads_and_coroutines_take_turns_and_those_that_give_up_hold_nobody():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(20)
     assert not any(thread.is_alive() for thread in threads)
     assert errors == []
     assert watched.count > 300

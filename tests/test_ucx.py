@@ -1,11 +1,14 @@
 """The UCX transport between real processes."""
 
 import asyncio
+import fcntl
 import gc
 import multiprocessing as mp
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 
@@ -825,6 +828,7 @@ def _close_while_clients_come(port, rounds, result):
     result.send(found)
 
 
+@pytest.mark.timeout(240)
 def test_a_listener_is_closed_by_another_thread_while_clients_come(child):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
@@ -848,7 +852,10 @@ def test_a_client_that_is_half_way_is_turned_out_when_its_listener_closes(words)
                 listener.accept(0.02)
             listener.close()
             client.settimeout(20)
-            assert client.recv(1) == b""
+            try:
+                assert client.recv(1) == b""
+            except ConnectionResetError:
+                pass  # what it said was not read
 
 
 def test_connections_go_on_when_a_later_listener_at_their_port_closes(child, listener):
@@ -863,6 +870,42 @@ def test_connections_go_on_when_a_later_listener_at_their_port_closes(child, lis
             listener.accept(0.02)
     listener.close()
     endpoint.close()
+
+
+def test_a_listener_that_closes_leaves_what_is_not_its_own(child, tmp_path):
+    listener = ucx.listen("0.0.0.0", 0)
+    port = listener.port
+    try:
+        other = ucx.listen("::1", port)
+    except AddressUnavailable as error:
+        pytest.skip(f"no IPv6 here: {error}")
+    child(echo, port, "::1")
+    endpoint = other.accept(20)
+    datagrams = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    datagrams.bind(("127.0.0.1", port))
+    datagrams.connect(("127.0.0.1", port))
+    with open(tmp_path / "locked", "w") as file, datagrams:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        listener.close()
+        # Locks of a file are dropped where a process closes any descriptor of it.
+        assert subprocess.call([sys.executable, "-c", _LOCK, file.name]) == 7
+        datagrams.send(b"x")
+        assert datagrams.recv(1) == b"x"
+    send(endpoint, pattern(100))
+    assert torch.equal(recv(endpoint), pattern(100))
+    endpoint.close()
+    child(echo, port, "::1")
+    other.accept(20).close()
+    other.close()
+
+
+_LOCK = """
+import fcntl, sys
+try:
+    fcntl.lockf(open(sys.argv[1], "w"), fcntl.LOCK_EX | fcntl.LOCK_NB)
+except OSError:
+    sys.exit(7)
+"""
 
 
 def test_two_threads_and_two_coroutines_wait_for_one_endpoint(child, listener):

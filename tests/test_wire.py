@@ -58,6 +58,7 @@ CASES = {
     "larger than the scratch": [[400_000, 3]],
     "a few small": [[16], [100], [7, 7]],
     "a large one behind a small one": [[16], [DIRECT_BYTES], [5], [6]],
+    "many behind a small one": [[16], [600] * 20, [5]],
     "nothing": [[]],
 }
 

@@ -58,6 +58,7 @@ def normalise(index: Any, ndim: int) -> tuple[Any, ...]:
     Raises:
         InvalidIndex: a float, a string, too many dims, two Ellipses, a ragged list.
     """
+    # What single reads come with.
     if isinstance(index, tuple) and not index:
         return ()
     if type(index) is int and ndim:

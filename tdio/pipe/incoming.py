@@ -211,7 +211,7 @@ class _Built:
         self._state = state
         self._expected = expected
         #: The metadata that was found as expected: nobody changes it in place.
-        self._same: Any = None
+        self._same: dict[str, Any] | None = None
         self._inner = plain(td)
         self._device = self._inner.device
         # A stack can grow without a mark, and values are shared with the metadata: look closer.

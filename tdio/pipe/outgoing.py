@@ -92,8 +92,8 @@ class Packer:
             parcel = leaves_parcel(td)
         else:
             parcel = self._pack_whole(td) or self._gather(td)
-        if parcel.cuda is not None:
-            synchronize(parcel.cuda)
+        for device in parcel.cuda:
+            synchronize(device)
         return parcel
 
     def _pack_whole(self, td: Any) -> Parcel | None:

@@ -82,11 +82,11 @@ class Plan:
     @property
     def several(self) -> bool:
         """Whether it takes more than one command."""
-        reads = self.reads.first(2)
-        if len(reads) + len(self.values) > 1:
-            return True
+        first = self.reads.first(1)
         # A long one is asked for in pieces, unless it is a whole string of a Valkey.
-        return any(len(r.ranges.starts) > 1 or len(r.into) > PIECE_BYTES for r in reads)
+        if any(len(r.ranges.starts) > 1 or len(r.into) > PIECE_BYTES for r in first):
+            return True
+        return len(first) + len(self.values) > 1 or len(self.reads.first(2)) > 1
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class Handle:
         self._may_transact = True
         self.may_script = True
         self._version_key = location.names.version
-        self._version = token_items(location.names)[0]
+        self._ask_version = token_items(location.names)[0]
         self.state = Known(info)
 
     @property
@@ -316,16 +316,14 @@ class Handle:
             if self.state is not state:
                 continue  # another thread read it anew while this one planned
             atomic = torn > 0 and self._may_transact
-            stamp = np.empty(len(known.version), np.uint8)
-            stamped = bool(len(stamp)) and not atomic and plan.several
-            first = None
-            if stamped:
-                what = ("", self.location)
-                first = RangeRead(self._version_key, _all_of(len(stamp)), stamp, what, True)
+            stamp = None
+            if known.version and not atomic and plan.several:
+                before, size = np.empty(len(known.version), np.uint8), _all_of(len(known.version))
+                stamp = RangeRead(self._version_key, size, before, ("", self.location), True)
             after: list[tuple[Arg, ...]] = [("GET", self.names.data(p)) for p in plan.values]
-            after.append(self._version)
+            after.append(self._ask_version)
             try:
-                replies = yield Fetch(plan.reads, after, atomic, first, plan.meanwhile)
+                replies = yield Fetch(plan.reads, after, atomic, stamp, plan.meanwhile)
             except AccessDenied:
                 if not atomic:
                     raise
@@ -342,7 +340,7 @@ class Handle:
             version = replies[-1]
             if not known.describes(version):
                 yield from self.reload()
-            elif stamped and stamp.tobytes() != version:
+            elif stamp is not None and stamp.into.tobytes() != version:
                 torn += 1
                 if torn >= _TORN and not self._may_transact:
                     break

@@ -142,8 +142,8 @@ class Protocol:
     def _fetch(self, request: Fetch) -> Steps:
         prefix = pending = b""
         asked_for = (as_asked(read, self._at_once) for read in request.reads)
-        first = () if request.first is None else (request.first,)
-        reads = Reads(itertools.chain(first, asked_for))
+        stamp = () if request.stamp is None else (request.stamp,)
+        reads = Reads(itertools.chain(stamp, asked_for))
         batches = encode_reads(reads)
         tail = b"".join(map(_encoded, request.after))
         if request.atomic:

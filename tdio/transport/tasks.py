@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import logging
 import threading
 import time
@@ -60,21 +61,20 @@ class Limit:
 
 
 class Turn:
-    """One at a time, in order of arrival, for threads and coroutines alike."""
+    """One at a time, for threads and coroutines alike.
+
+    In order of arrival, but for a thread that asks at the moment when the turn is passed on.
+    """
 
     def __init__(self) -> None:
         #: Taken while somebody has the turn; handed on locked.
         self._turn = threading.Lock()
         self._waiting: deque[Future[None]] = deque()
 
-    def _enter(self) -> Future[None] | None:
-        if self._turn.acquire(False):
-            return None
-        future: Future[None] = Future()
+    def _line_up(self, future: Future[None]) -> None:
         self._waiting.append(future)
         # In the line first: who has the turn looks there once more after it has let it go.
         self._pass_on()
-        return future
 
     def acquire(self, timeout_s: float | None, what: str) -> None:
         """Wait for the turn.
@@ -82,23 +82,26 @@ class Turn:
         Raises:
             PipeTimeout: not within ``timeout_s`` seconds.
         """
-        future = self._enter()
-        if future is None:
+        if self._turn.acquire(False):
             return
+        future: Future[None] = Future()
         try:
+            self._line_up(future)
             future.result(timeout_s)
         except BaseException as error:
             self._leave(future)
-            if isinstance(error, TimeoutError):
+            # Python 3.10 has classes of its own for both.
+            if isinstance(error, (TimeoutError, concurrent.futures.TimeoutError)):
                 raise PipeTimeout(_busy(what, timeout_s)) from None
             raise
 
     async def acquire_async(self, timeout_s: float | None, what: str) -> None:
         """The same for a coroutine; may be cancelled."""
-        future = self._enter()
-        if future is None:
+        if self._turn.acquire(False):
             return
+        future: Future[None] = Future()
         try:
+            self._line_up(future)
             await asyncio.wait_for(asyncio.wrap_future(future), timeout_s)
         except BaseException as error:
             self._leave(future)

@@ -31,7 +31,6 @@ from tdio.transport.ucx_endpoint import UcxEndpoint
 from tdio.transport.ucx_handshake import (
     Steps,
     Wait,
-    addresses,
     drive,
     drive_async,
     handshake,
@@ -178,9 +177,10 @@ class Listener:
         self._worker: Worker | None = Worker(family)
         self._owned: Worker | None = self._worker
         self._requests: OrderedDict[int, None] = OrderedDict()
-        #: What was accepted here, and the sockets that were at this address before.
-        self._accepted: weakref.WeakSet[UcxEndpoint] = weakref.WeakSet()
-        self._others = sockets_at(*address[:2]) if port else set()
+        #: Who was accepted here.
+        self._accepted: weakref.WeakKeyDictionary[UcxEndpoint, Peer] = weakref.WeakKeyDictionary()
+        #: The sockets that were at this address before.
+        self._others = sockets_at(family, *address[:2]) if port else set()
         # UCX keeps the pointer: the callback lives as long as the listener. It is no Python: UCX
         # holds a lock while it calls it, and Python may hand the interpreter to a thread that then
         # waits for that lock for ever.
@@ -299,8 +299,7 @@ class Listener:
                 request, _ = self._requests.popitem(last=False)
                 made = new_endpoint(worker, self.name, True, lib.EP_REQUEST, conn_request=request)
                 if isinstance(made, UcxEndpoint):
-                    name_by_addresses(made)
-                    self._accepted.add(made)
+                    self._accepted[made] = name_by_addresses(made)
                 return made
             finally:
                 self._taking = False
@@ -342,8 +341,10 @@ class Listener:
         if worker is None or not worker.usable:
             return
         if self._listener is not None:
-            spared = set(map(_remote, list(self._accepted))) - {None}
-            hush(self.host, self.port, self._others, spared, lambda: self._refuse(worker))
+            at = self._family, self.host, self.port
+            spared = {peer for one, peer in list(self._accepted.items()) if peer and not one.closed}
+            if not hush(*at, self._others, spared, lambda: self._refuse(worker)):
+                log.warning("%s: closed while clients were still half way in", self.name)
             worker.api.listener_destroy(self._listener)
         worker.close()
 
@@ -356,14 +357,6 @@ class Listener:
         # As the interpreter ends nothing can be called any more; the system closes the sockets.
         if getattr(self, "_worker", None) is not None and not ending():
             self.close()
-
-
-def _remote(endpoint: UcxEndpoint) -> Peer:
-    try:
-        found = addresses(endpoint)
-    except PipeClosed:
-        found = None
-    return found and found[1]
 
 
 def _refusal(address: bytes) -> str:

@@ -7,73 +7,15 @@ import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import numpy as np
-import torch
-
 from tdio.errors import PeerLost, PipeClosed, ProtocolError
 from tdio.transport import ucx_lib as lib
 from tdio.transport.endpoint import Endpoint, Transfer
+from tdio.transport.ucx_lane import SEND_AT, Lane, address
 from tdio.transport.ucx_worker import Worker, check_fork, lost
 
 T = TypeVar("T")
 #: How long ``close`` drives UCX to get the word out that it closes, in seconds.
 CLOSE_S = 0.2
-
-
-def _param(memory_type: int, info: lib.TagInfo | None = None) -> Any:
-    param = lib.OpParam(mask=lib.OP_MEMORY_TYPE, memory_type=memory_type)
-    if info is not None:
-        param.mask |= lib.OP_RECV_INFO
-        param.recv_info = c.addressof(info)
-    return param
-
-
-class _Lane:
-    """What the calls on one channel need: where UCX writes what it found, and their arguments.
-
-    Two channels have two: threads that use one each run between a call of UCX and the look at what
-    it wrote. A stream sends and receives one buffer mostly, so its arguments are kept.
-    """
-
-    def __init__(self) -> None:
-        self.info = lib.TagInfo()
-        self.info_at = c.addressof(self.info)
-        self._recv = (_param(lib.HOST_MEMORY, self.info), _param(lib.CUDA_MEMORY, self.info))
-        #: By whether the buffer is on a CUDA device.
-        self.recv_at = tuple(map(c.addressof, self._recv))
-        self.probing: tuple[Any, ...] = ()
-        #: The last buffers, as ``address`` tells them, and the arguments for them.
-        self.sent = self.received = (0, -1, False)
-        self.sending: tuple[Any, ...] = ()
-        self.receiving: tuple[Any, ...] = ()
-
-
-_SEND = (_param(lib.HOST_MEMORY), _param(lib.CUDA_MEMORY))
-#: By whether the buffer is on a CUDA device.
-_SEND_AT = tuple(map(c.addressof, _SEND))
-
-
-def address(buffer: Any, writable: bool = False) -> tuple[int, int, bool]:
-    """Where a buffer is, how many bytes it has, and whether that is on a CUDA device.
-
-    Raises:
-        TypeError: it is neither a tensor nor has it the buffer protocol, or it is read-only and
-            is to be written.
-        ValueError: its elements are not contiguous.
-    """
-    if isinstance(buffer, torch.Tensor):
-        if not buffer.is_contiguous():
-            raise ValueError(f"a tensor of strides {buffer.stride()} is not contiguous")
-        return buffer.data_ptr(), buffer.nbytes, buffer.is_cuda
-    view = memoryview(buffer)
-    if writable and view.readonly:
-        raise TypeError(f"cannot receive into a read-only {type(buffer).__name__}")
-    if not view.contiguous:
-        raise ValueError("the buffer is not contiguous")
-    if not view.nbytes:
-        return 0, 0, False
-    place = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
-    return place, view.nbytes, False
 
 
 class _Done(Transfer):
@@ -208,21 +150,24 @@ class UcxEndpoint(Endpoint):
         self.pending: set[UcxTransfer] = set()
         self._kept: list[Any] = []
         self._last = _Done(0)
-        self._lanes = _Lane(), _Lane()
+        self._lanes: tuple[Lane, ...] = ()
         self._tag_send, self._tag_recv, self._tag_probe = (
             api.tag_send_nbx,
             api.tag_recv_nbx,
             api.tag_probe_nb,
         )
-        self._send_tag = self._recv_tag = 0
 
     def agree(self, send_tag: int, recv_tag: int, tdio_peer: bool) -> None:
-        """Set what the two ends agreed on."""
-        self._send_tag, self._recv_tag, self.tdio_peer = send_tag, recv_tag, tdio_peer
-        worker = self._open().handle
-        for channel, lane in enumerate(self._lanes):
-            tag = recv_tag + channel
-            lane.probing = lib.prepare(worker, tag, lib.FULL_MASK, 0, lane.info_at)
+        """Set what the two ends agreed on. Nothing is sent, received or probed before."""
+        self.tdio_peer = tdio_peer
+        ends = self._open().handle, self._handle
+        # The second channel has the tags that follow.
+        self._lanes = tuple(Lane(*ends, send_tag + i, recv_tag + i) for i in range(2))
+
+    @property
+    def closed(self) -> bool:
+        """Whether this end is closed."""
+        return self._worker is None
 
     @property
     def handle(self) -> int:
@@ -263,15 +208,13 @@ class UcxEndpoint(Endpoint):
         if self.failure() is not None and (error := self._lost()):
             raise error
         where, lane = address(buffer), self._lanes[channel]
-        if where != lane.sent:
-            place, nbytes, cuda = where
-            tag = self._send_tag + channel
-            lane.sending = lib.prepare(self._handle, place, nbytes, tag, _SEND_AT[cuda])
-            lane.sent = where
+        last, arguments = lane.sent
+        if where != last:
+            arguments = lane.sending(where)
         if self._worker is None:
             # Closed by another thread meanwhile; after this test none runs before the call below.
             self._open()
-        request = self._tag_send(*lane.sending)
+        request = self._tag_send(*arguments)
         if request is None:
             return self._done(where[1])
         transfer = UcxTransfer(self, buffer, where[1])
@@ -312,14 +255,12 @@ class UcxEndpoint(Endpoint):
         if worker is None or not worker.usable:
             worker = self._open()
         where, lane = address(buffer, writable=True), self._lanes[channel]
-        if where != lane.received:
-            place, nbytes, cuda = where
-            tag, at = self._recv_tag + channel, lane.recv_at[cuda]
-            lane.receiving = lib.prepare(worker.handle, place, nbytes, tag, lib.FULL_MASK, at)
-            lane.received = where
+        last, arguments = lane.received
+        if where != last:
+            arguments = lane.receiving(where)
         if self._worker is None:
             self._open()
-        request = self._tag_recv(*lane.receiving)
+        request = self._tag_recv(*arguments)
         if request is None:
             return self._done(lane.info.length)
         transfer = _Receive(self, buffer, where[1])
@@ -374,7 +315,7 @@ class UcxEndpoint(Endpoint):
     def flush(self) -> Transfer:
         """Start to wait until everything that was sent has reached the peer's UCX."""
         self._open()
-        request = self.api.ep_flush_nbx(self._handle, _SEND_AT[False])
+        request = self.api.ep_flush_nbx(self._handle, SEND_AT[False])
         if request is None:
             return self._done(0)
         transfer = UcxTransfer(self, None, 0)

@@ -167,20 +167,15 @@ def _info(tag: int) -> bytes:
     return struct.pack("<QQ", tag, int.from_bytes(digest[:8], "big"))
 
 
-def addresses(endpoint: UcxEndpoint) -> tuple[Any, Any] | None:
-    """Both addresses of a connection, host and port each; None once it is lost."""
+def name_by_addresses(endpoint: UcxEndpoint) -> tuple[str, int] | None:
+    """Put both addresses into the name; return the other end's, None where it is gone already."""
     attr = lib.EpAttr(mask=lib.EP_LOCAL_ADDRESS | lib.EP_REMOTE_ADDRESS)
     if endpoint.api.ep_query(endpoint.handle, c.byref(attr)) != lib.OK:
         return None
     local, remote = (lib.unpack_address(lib.field_bytes(attr, one)) for one in ("local", "remote"))
-    return local, remote
-
-
-def name_by_addresses(endpoint: UcxEndpoint) -> None:
-    """Put both addresses into the name."""
-    if (found := addresses(endpoint)) is not None:
-        local, remote = (place(*one) for one in found)
-        endpoint.name = f"{local} <- {remote}" if endpoint.accepted else f"{local} -> {remote}"
+    arrow = "<-" if endpoint.accepted else "->"
+    endpoint.name = f"{place(*local)} {arrow} {place(*remote)}"
+    return remote
 
 
 def place(host: str, port: int) -> str:

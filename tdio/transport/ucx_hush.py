@@ -35,36 +35,41 @@ _TCP_INFO_BYTES, _UNACKED_AT = 104, 24
 Peer = tuple[str, int] | None
 
 
-def sockets_at(host: str, port: int) -> set[int]:
-    """The inodes of the process's sockets at an address."""
-    return set(map(_inode, _sockets(host, port)))
+def sockets_at(family: int, host: str, port: int) -> set[str]:
+    """The names of the process's TCP sockets of a family at an address; of a listener, its own."""
+    return {name for name, _ in _sockets(family, host, port)}
 
 
 def hush(
+    family: int,
     host: str,
     port: int,
-    others: Collection[int],
+    others: Collection[str],
     spared: Collection[Peer],
     settle: Callable[[], None],
-) -> None:
+) -> bool:
     """Let nobody in any more at an address of this process, and turn out who is half way.
 
     Args:
+        family: the address family of the listener there.
         host: its address, as UCX tells it.
         port: its port.
         others: sockets there that are not its own, as ``sockets_at`` tells them.
         spared: the peers whose connections there go on.
         settle: drives UCX, and refuses whom it has announced meanwhile.
+
+    Returns:
+        Whether nobody is half way.
     """
     code = c.create_string_buffer(_DROP, len(_DROP))
     program = struct.pack("@HP", 1, c.addressof(code))
     began = time.monotonic()
-    limit_s, quiet = _NAMELESS_S, 0
-    while quiet < _LOOKS and time.monotonic() - began < limit_s:
+    limit_s, quiet, left = _NAMELESS_S, 0, 0
+    while time.monotonic() - began < limit_s:
         settle()
         left = 0
-        for one in _sockets(host, port):
-            if _inode(one) in others:
+        for name, one in _sockets(family, host, port):
+            if name in others:
                 continue
             if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 one.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
@@ -75,7 +80,11 @@ def hush(
                 with contextlib.suppress(OSError):
                     one.shutdown(socket.SHUT_RDWR)
         quiet = 0 if left else quiet + 1
+        if quiet == _LOOKS:
+            break
         time.sleep(_STEP_S)
+    # Those that are nameless still are connections that their owners have not closed.
+    return quiet == _LOOKS or limit_s == _NAMELESS_S
 
 
 def _queued(listening: socket.socket) -> int:
@@ -84,17 +93,29 @@ def _queued(listening: socket.socket) -> int:
     return int(waiting)
 
 
-def _sockets(host: str, port: int) -> Iterator[socket.socket]:
-    """Copies of the process's sockets at an address, each open until the next."""
-    for name in os.listdir("/proc/self/fd"):
-        # Most are no sockets; some were closed since they were listed.
-        with contextlib.suppress(OSError), _copy(name) as one:
-            if _at(one, host, port):
-                yield one
+def _sockets(family: int, host: str, port: int) -> Iterator[tuple[str, socket.socket]]:
+    """Names and copies of the process's sockets at an address, each open until the next.
+
+    Nothing but sockets is touched: to close the copy of a file would drop its locks.
+    """
+    for number in os.listdir("/proc/self/fd"):
+        # Some were closed since they were listed.
+        with contextlib.suppress(OSError):
+            name = os.readlink(f"/proc/self/fd/{number}")
+            if not name.startswith("socket:"):
+                continue
+            with _copy(int(number)) as one:
+                if one.family == family and one.type == socket.SOCK_STREAM and _at(one, host, port):
+                    yield name, one
 
 
-def _inode(one: socket.socket) -> int:
-    return os.fstat(one.fileno()).st_ino
+def _copy(descriptor: int) -> socket.socket:
+    copy = os.dup(descriptor)
+    try:
+        return socket.socket(fileno=copy)
+    except BaseException:
+        os.close(copy)
+        raise
 
 
 def _peer(one: socket.socket) -> Peer:
@@ -105,18 +126,6 @@ def _peer(one: socket.socket) -> Peer:
     return host, port
 
 
-def _copy(name: str) -> socket.socket:
-    descriptor = os.dup(int(name))
-    try:
-        return socket.socket(fileno=descriptor)
-    except OSError:
-        os.close(descriptor)
-        raise
-
-
 def _at(one: socket.socket, host: str, port: int) -> bool:
-    if one.family not in (socket.AF_INET, socket.AF_INET6):
-        return False
     name = one.getsockname()
-    any_host = host in ("0.0.0.0", "::")
-    return bool(name[1] == port and (any_host or name[0].partition("%")[0] == host))
+    return bool(name[1] == port and host in (name[0], "0.0.0.0", "::"))

@@ -149,7 +149,8 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 }
 
 
-#: Those that every message needs: a call with arguments of ``prepare`` takes half the time.
+#: Those that every message needs: a call with arguments of ``prepare`` takes half the time. ctypes
+#: does not look at these: a wrong number of them is a crash.
 _PREPARED: dict[str, Any] = {
     "worker_progress": c.c_uint,
     "tag_send_nbx": _P,

@@ -59,18 +59,17 @@ class Parcel:
     """One tensordict to send: a storage with its schema, or leaf by leaf with a header.
 
     Attributes:
-        cuda: the device whose stream fills the buffers, where that is a CUDA device.
+        cuda: the CUDA devices whose streams fill the buffers.
     """
 
     buffers: list[torch.Tensor]
     schema: Outgoing | None = None
     header: bytes = b""
     nbytes: int = 0
-    cuda: torch.device | None = field(init=False)
+    cuda: set[torch.device] = field(init=False)
 
     def __post_init__(self) -> None:
-        first = self.buffers[0] if self.nbytes else None
-        self.cuda = first.device if first is not None and first.is_cuda else None
+        self.cuda = {buffer.device for buffer in self.buffers if buffer.is_cuda}
 
 
 class Sink(ABC):

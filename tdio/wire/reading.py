@@ -40,7 +40,8 @@ class Tokens:
         version: replaced by every write; empty for a store that tdio has never written to. Its
             second half is the schema: a read that looks at the version has looked at both.
         schema: replaced by a write that changes keys, shapes, dtypes, kinds or levels. In a key of
-            its own, which writers watch.
+            its own, which writers watch. Where the two disagree, as after an eviction, readers go
+            by the half and writers by the key; the next write makes them agree.
     """
 
     version: bytes = b""

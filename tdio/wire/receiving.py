@@ -43,20 +43,35 @@ class UnexpectedFrameError(Exception):
         self.rest = rest
 
 
+class _Following:
+    """Reads one after the other, with a look at the next, which is not planned before."""
+
+    def __init__(self, reads: Iterable[RangeRead]):
+        self._reads = iter(reads)
+        self._next: RangeRead | None = None
+
+    def __iter__(self) -> Iterator[RangeRead]:
+        while (read := self.peek()) is not None:
+            self._next = None
+            yield read
+
+    def peek(self) -> RangeRead | None:
+        self._next = self._next or next(self._reads, None)
+        return self._next
+
+
 def _groups(reads: Iterable[RangeRead]) -> Iterator[Group]:
-    following = iter(reads)
-    later = next(following, None)
-    while (read := later) is not None:
-        later, known = None, False
+    following = _Following(reads)
+    for read in following:
         into, sizes = read.into.data, read.ranges.sizes
         direct = False
         if len(sizes) <= _SINGLE_RANGES:
             runs: Iterable[tuple[int, int]] = [(size, 1) for size in sizes.tolist()]
+            # A small one too where much follows, most of which would come into the scratch buffer
+            # with it.
             direct = len(into) >= DIRECT_BYTES
-            if not direct:
-                # Small ones too where a large one follows, much of which would come with them.
-                later, known = next(following, None), True
-                direct = later is not None and len(later.into) >= DIRECT_BYTES
+            if not direct and (later := following.peek()) is not None:
+                direct = len(later.into) >= DIRECT_BYTES
         elif read.ranges.uniform:
             runs = [(int(sizes[0]), len(sizes))]
         else:
@@ -70,8 +85,6 @@ def _groups(reads: Iterable[RangeRead]) -> Iterator[Group]:
             header = b"$%d\r\n" % size
             yield Group(read, size, count, into[at:end], header, direct or size >= DIRECT_BYTES)
             at = end
-        if not known:
-            later = next(following, None)
 
 
 class RangeReceiver:

@@ -109,14 +109,15 @@ class Fetch:
         reads: what to read.
         after: ordinary commands that follow them; their replies are those of the round trip.
         atomic: wrap all of it in MULTI/EXEC.
-        first: a read before the others.
+        stamp: the version, read before the others. Beside them: chained before them, where they
+            are planned, it cost 3 us.
         meanwhile: work that needs no reply, done when the server has enough to do.
     """
 
     reads: Reads = field(default_factory=Reads)
     after: list[tuple[Arg, ...]] = field(default_factory=list)
     atomic: bool = False
-    first: RangeRead | None = None
+    stamp: RangeRead | None = None
     meanwhile: Callable[[], None] | None = None
 
 
