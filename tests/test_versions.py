@@ -13,6 +13,7 @@ from tensordict import NonTensorStack, TensorDict, lazy_stack
 
 from tdio import LazyStackedTensorDictStore, TensorDictStore, errors, open_store
 from tdio.store.handle import Contended, Handle
+from tdio.wire.reading import Tokens
 
 WIDE = 4_000
 #: Each second is some thousand reads; `TDIO_TEST_SECONDS=30` looks longer.
@@ -322,6 +323,42 @@ def test_a_read_in_parts_is_the_read(conn, monkeypatch, index):
         torn.clear()
         assert torch.equal(store.get_at("x", index), want["x"])
         assert torn
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_a_read_in_parts_is_of_one_schema(conn, monkeypatch, ragged):
+    """Another writer changes the dtype between two parts: no rows of both in one batch."""
+    sizes = [1 + i % 3 for i in range(20)] if ragged else [2] * 20
+    elements = [TensorDict(x=torch.full((n,), float(n))) for n in sizes]
+    store = TensorDictStore.from_tensordict(lazy_stack(elements), **conn)
+    other = open_store(td_id=store.td_id, **conn)
+    fetch, calls = Handle.fetch, []
+
+    def changed_between(handle, make):
+        calls.append(1)
+        if handle is store._handle and len(calls) == 1:
+            raise Contended("torn")
+        if handle is store._handle and len(calls) == 3:
+            for at, td in enumerate(elements):
+                other[at] = TensorDict(x=td["x"][:1])
+            other["x"] = torch.ones(20, 1, dtype=torch.int64)
+        return (yield from fetch(handle, make))
+
+    monkeypatch.setattr(Handle, "fetch", changed_between)
+    with pytest.raises(Contended, match="changed during this read"):
+        store[0:20]
+    monkeypatch.undo()
+    assert all(element["x"].dtype == torch.int64 for element in store[0:20].unbind(0))
+
+
+def test_which_versions_tell_that_a_schema_is_still_the_same():
+    known = Tokens(b"v" * 8 + b"s" * 8, b"s" * 8)
+    assert known.describes(b"w" * 8 + b"s" * 8)
+    for other in (None, 1, [], "v" * 16, b"", b"v" * 8, b"v" * 8 + b"t" * 8):
+        assert not known.describes(other)
+    # Of a store that only the reference wrote; of a writer that does not tell the schema.
+    assert Tokens().describes(b"") and not Tokens().describes(b"v" * 16)
+    assert Tokens(b"v" * 8).describes(b"v" * 8) and not Tokens(b"v" * 8).describes(b"w" * 8)
 
 
 @pytest.mark.parametrize("ragged", [False, True])

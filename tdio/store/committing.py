@@ -127,7 +127,8 @@ def _at_once(handle: Handle, state: Known, changes: Sequence[Change]) -> Operati
         # No right to, or no scripts here: the transaction says what is wrong, if anything is.
         handle.may_script = False
         return None
-    if isinstance(reply, list):
+    told = isinstance(reply, list) and list(map(type, reply)) == [int, int]
+    if told and 0 < reply[0] <= len(changes):
         number, held = reply
         changes[number - 1].write(handle.names, state.info, [held], str(handle.location))
     if reply != 0:

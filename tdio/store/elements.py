@@ -47,8 +47,10 @@ def reading_elements(
         if len(positions) < 2:
             raise
     out: list[TensorDict] = []
+    schema = handle.state.tokens.schema
     for lo in range(0, len(positions), FEW):
         out += yield from handle.fetch(partial(plan, positions[lo : lo + FEW]))
+        handle.check_schema(schema)
     return out
 
 

@@ -136,11 +136,12 @@ def _fetching(
         rows = select(frame.batch, items)
         if len(rows.positions) < 2 or not rows.depth:
             raise
-    parts = []
+    parts, schema = [], handle.state.tokens.schema
     for lo in range(0, len(rows.positions), FEW):
         coordinates = np.unravel_index(rows.positions[lo : lo + FEW], frame.batch[: rows.depth])
         some = tuple(torch.from_numpy(np.ascontiguousarray(one)) for one in coordinates)
         parts.append((yield from handle.fetch(partial(plan, some))))
+        handle.check_schema(schema)
     whole: Any = torch.cat(parts, 0).reshape(*rows.shape, *frame.batch[rows.depth :])
     if leaf:
         return whole

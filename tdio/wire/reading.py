@@ -47,8 +47,11 @@ class Tokens:
     version: bytes = b""
     schema: bytes = b""
 
-    def describes(self, version: bytes) -> bool:
+    def describes(self, version: object) -> bool:
         """Whether the schema has not changed up to a version that was read later."""
+        if not isinstance(version, bytes) or len(version) <= TOKEN_BYTES:
+            # None, or one that does not tell.
+            return version == self.version
         return version[TOKEN_BYTES:] == self.version[TOKEN_BYTES:]
 
 
