@@ -1,10 +1,12 @@
 """The UCX transport between real processes."""
 
 import asyncio
+import contextlib
 import fcntl
 import gc
 import multiprocessing as mp
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -870,6 +872,40 @@ def test_connections_go_on_when_a_later_listener_at_their_port_closes(child, lis
             listener.accept(0.02)
     listener.close()
     endpoint.close()
+
+
+def test_a_listener_is_closed_though_no_descriptor_is_left():
+    ours, theirs = mp.Pipe()
+    process = mp.get_context("spawn").Process(target=_close_without_descriptors, args=(theirs,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0 and ours.poll(0) and ours.recv() == "free again"
+
+
+def _close_without_descriptors(result):
+    listener = ucx.listen("127.0.0.1", 0)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+    taken = []
+    with contextlib.suppress(OSError):
+        while True:
+            taken.append(os.open("/dev/null", os.O_RDONLY))
+    listener.close()
+    for one in taken:
+        os.close(one)
+    ucx.listen("127.0.0.1", listener.port).close()
+    result.send("free again")
+
+
+def test_a_listener_that_closes_leaves_sockets_blocking():
+    one, two = socket.socketpair()
+    with one, two:
+        one.settimeout(None)
+        socket.setdefaulttimeout(5)
+        try:
+            ucx.listen("127.0.0.1", 0).close()
+        finally:
+            socket.setdefaulttimeout(None)
+        assert os.get_blocking(one.fileno())
 
 
 def test_a_listener_that_closes_leaves_what_is_not_its_own(child, tmp_path):

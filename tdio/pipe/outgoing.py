@@ -102,9 +102,9 @@ class Packer:
             return None
         metadata, storage = state["metadata"], state["storage"]
         last = self._whole
-        if last is not None and metadata is last.same and storage is last.parcel.buffers[0]:
-            return last.parcel
-        if last is None or last.schema.nbytes != storage.nbytes or not last.describes(metadata):
+        if last is not None and last.schema.nbytes != storage.nbytes:
+            last = None
+        if last is None or (metadata is not last.same and not last.describes(metadata)):
             last = self._learn(td, metadata, storage)
             if last is None:
                 return None

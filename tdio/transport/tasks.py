@@ -63,7 +63,7 @@ class Limit:
 class Turn:
     """One at a time, for threads and coroutines alike.
 
-    In order of arrival, but for a thread that asks at the moment when the turn is passed on.
+    In order of arrival, as far as that can be told of threads.
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class Turn:
         Raises:
             PipeTimeout: not within ``timeout_s`` seconds.
         """
-        if self._turn.acquire(False):
+        if not self._waiting and self._turn.acquire(False):
             return
         future: Future[None] = Future()
         try:
@@ -97,7 +97,7 @@ class Turn:
 
     async def acquire_async(self, timeout_s: float | None, what: str) -> None:
         """The same for a coroutine; may be cancelled."""
-        if self._turn.acquire(False):
+        if not self._waiting and self._turn.acquire(False):
             return
         future: Future[None] = Future()
         try:

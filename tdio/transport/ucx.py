@@ -343,8 +343,13 @@ class Listener:
         if self._listener is not None:
             at = self._family, self.host, self.port
             spared = {peer for one, peer in list(self._accepted.items()) if peer and not one.closed}
-            if not hush(*at, self._others, spared, lambda: self._refuse(worker)):
-                log.warning("%s: closed while clients were still half way in", self.name)
+            try:
+                quiet = hush(*at, self._others, spared, lambda: self._refuse(worker))
+            except OSError:
+                # Out of file descriptors: it cannot be looked.
+                quiet = False
+            if not quiet:
+                log.warning("%s: closed while clients were perhaps half way in", self.name)
             worker.api.listener_destroy(self._listener)
         worker.close()
 

@@ -112,10 +112,14 @@ def _sockets(family: int, host: str, port: int) -> Iterator[tuple[str, socket.so
 def _copy(descriptor: int) -> socket.socket:
     copy = os.dup(descriptor)
     try:
-        return socket.socket(fileno=copy)
+        blocking = os.get_blocking(copy)
+        one = socket.socket(fileno=copy)
+        # A default timeout of the process makes it non-blocking, and with it what it is a copy of.
+        os.set_blocking(copy, blocking)
     except BaseException:
         os.close(copy)
         raise
+    return one
 
 
 def _peer(one: socket.socket) -> Peer:
