@@ -4,7 +4,6 @@ import doctest
 import importlib
 import importlib.util
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 from tdio import StoreBatchSampler, TensorDictStore
+from tests._ports import free_port
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -117,12 +117,6 @@ def weights_of_one(rows):
     return model.weight
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
 @pytest.mark.skipif(importlib.util.find_spec("ucxx") is None, reason="ucxx is not installed")
 @pytest.mark.parametrize(
     ("page", "listens", "connects"),
@@ -134,7 +128,7 @@ def free_port():
 )
 def test_the_programs_of_a_page_find_each_other(page, listens, connects, tmp_path):
     write_files(page, tmp_path)
-    port = free_port()
+    port = str(free_port())
     programs = [[listens, port], *([name, "127.0.0.1", port] for name in connects)]
     running = [
         subprocess.Popen([sys.executable, *program], cwd=tmp_path, stderr=subprocess.PIPE)

@@ -15,6 +15,7 @@ from tdio.errors import PeerLost, ProtocolError, UnsupportedValue
 from tdio.testing._pipe_kinds import check_same, check_same_bits, kinds, leaf_kinds
 from tdio.transport import ucx
 from tests._children import CHILDREN
+from tests._ports import free_port
 
 # What tensordict's pipe cannot send, and what it cannot read.
 NOT_FROM_REFERENCE = {"tensorclass", "dtypes", "odd names", "lazy stack", "lazy below"}
@@ -185,9 +186,7 @@ def test_to_tensordict(consolidated):
 
 
 def test_connecting_to_tensordict():
-    listener = ucx.listen("127.0.0.1", 0)
-    port = listener.port
-    listener.close()
+    port = free_port()
     reference = Reference("listens", port, True, "storage", NOT_TO_REFERENCE)
 
     async def ours():

@@ -31,6 +31,7 @@ from tdio.errors import (
 )
 from tdio.transport import ucx
 from tests._children import assert_ends_silently, children  # noqa: F401
+from tests._ports import free_port
 
 MIB = 1 << 20
 
@@ -264,8 +265,7 @@ def test_an_unknown_host_is_named():
 
 
 def test_connecting_waits_for_the_server_and_gives_up_at_its_limit(child):
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
+    port = free_port()
     began = time.monotonic()
     with pytest.raises(PipeTimeout, match=f"127.0.0.1:{port}"):
         ucx.connect("127.0.0.1", port, 0.5)
@@ -832,8 +832,7 @@ def _close_while_clients_come(port, rounds, result):
 
 @pytest.mark.timeout(240)
 def test_a_listener_is_closed_by_another_thread_while_clients_come(child):
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
+    port = free_port()
     for _ in range(2):
         child(_come_and_go, port)
     ours, theirs = mp.Pipe()
@@ -1008,8 +1007,7 @@ def test_an_address_of_another_machine_is_named(host):
 
 @pytest.mark.parametrize("timeout_s", [0, 0.4])
 def test_a_refused_connection_is_said_to_be_one(timeout_s):
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
+    port = free_port()
     with pytest.raises(PipeTimeout) as caught:
         ucx.connect("127.0.0.1", port, timeout_s)
     assert "raise the timeout" not in str(caught.value)

@@ -218,3 +218,27 @@ def test_commands_of_many_widths_are_encoded_in_bulk_as_one_by_one(size):
             for s in starts.tolist()
         )
         assert b"".join(text for text, _ in encode_reads([read])) == want
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_what_writers_came_between_is_asked_for_in_one_piece(together):
+    reads = reads_of([20_000] * 40, [5] * 300)
+    stream, payloads = stream_of(reads)
+    stream += b"$1\r\nv\r\n"
+    fetch = Fetch(Reads(reads), [("GET", "k")], together=together)
+    steps, sent, at = Protocol("a server", 100_000).exchange(fetch), [], 0
+    try:
+        sending, buffer = next(steps)
+        while True:
+            if sending:
+                sent.append(bytes(buffer))
+                sending, buffer = next(steps)
+            else:
+                n = min(sum(map(len, buffer)), len(stream) - at)
+                spread(buffer, stream[at : at + n])
+                at += n
+                sending, buffer = steps.send(n)
+    except StopIteration as stop:
+        assert stop.value == [b"v"]
+    assert [read.into.tobytes() for read in reads] == payloads
+    assert (len(sent) == 1) == together and b"".join(sent).count(b"GETRANGE") == 340

@@ -315,7 +315,7 @@ class Handle:
             plan = yield from make()
             if self.state is not state:
                 continue  # another thread read it anew while this one planned
-            atomic = torn > 0 and self._may_transact
+            atomic, together = torn > 0 and self._may_transact, torn > 0
             stamp = None
             if known.version and not atomic and plan.several:
                 before, size = np.empty(len(known.version), np.uint8), _all_of(len(known.version))
@@ -323,7 +323,7 @@ class Handle:
             after: list[tuple[Arg, ...]] = [("GET", self.names.data(p)) for p in plan.values]
             after.append(self._ask_version)
             try:
-                replies = yield Fetch(plan.reads, after, atomic, stamp, plan.meanwhile)
+                replies = yield Fetch(plan.reads, after, atomic, together, stamp, plan.meanwhile)
             except AccessDenied:
                 if not atomic:
                     raise

@@ -153,7 +153,7 @@ class Protocol:
             pending = b"*1\r\n$5\r\nMULTI\r\n"
         receiver = RangeReceiver(reads, self._scratch, prefix=prefix)
         # In a transaction nothing is sent back before the end.
-        window = float("inf") if request.atomic else self._window_bytes
+        window = float("inf") if request.atomic or request.together else self._window_bytes
         asked, begun, sent, ready = 0, False, False, None
         meanwhile = request.meanwhile or (lambda: None)
         try:
@@ -174,7 +174,8 @@ class Protocol:
                     pending += batch[0]
                     asked += batch[1]
                     early = len(pending) >= _EARLY_BYTES or (not begun and asked >= _EARLY_ASKED)
-                    if early or asked - receiver.received_bytes >= window:
+                    full = asked - receiver.received_bytes >= window
+                    if full or (early and not request.together):
                         yield True, pending
                         pending, begun = b"", True
                 if not receiver.done:

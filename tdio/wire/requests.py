@@ -109,6 +109,8 @@ class Fetch:
         reads: what to read.
         after: ordinary commands that follow them; their replies are those of the round trip.
         atomic: wrap all of it in MULTI/EXEC.
+        together: send all commands at once, as the server then most likely runs them without those
+            of others between. For a read that writers came between.
         stamp: the version, read before the others. Beside them: chained before them, where they
             are planned, it cost 3 us.
         meanwhile: work that needs no reply, done when the server has enough to do.
@@ -117,6 +119,7 @@ class Fetch:
     reads: Reads = field(default_factory=Reads)
     after: list[tuple[Arg, ...]] = field(default_factory=list)
     atomic: bool = False
+    together: bool = False
     stamp: RangeRead | None = None
     meanwhile: Callable[[], None] | None = None
 
