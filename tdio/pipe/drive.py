@@ -5,11 +5,18 @@ from __future__ import annotations
 from typing import TypeVar
 
 from tdio.errors import TdioError
-from tdio.transport.endpoint import Endpoint
-from tdio.wire.pipe import PEEK, PROBE, RECV, SEND, PipeOperation
+from tdio.transport.endpoint import Endpoint, Transfer
+from tdio.wire.pipe import PEEK, PROBE, RECV, SEND, PipeOperation, Request
 
 T = TypeVar("T")
 _LOOKS = (PROBE, PEEK)
+
+
+def _start(endpoint: Endpoint, request: Request) -> Transfer:
+    what, buffer, channel = request
+    if what == SEND:
+        return endpoint.send(buffer, channel)
+    return endpoint.recv(buffer, channel) if what == RECV else endpoint.flush()
 
 
 def run(endpoint: Endpoint, operation: PipeOperation[T], timeout_s: float | None) -> T:
@@ -18,19 +25,14 @@ def run(endpoint: Endpoint, operation: PipeOperation[T], timeout_s: float | None
         request = next(operation)
         while True:
             try:
-                what, buffer, channel = request
+                what, _, channel = request
                 if what in _LOOKS:
                     reply = endpoint.probe(channel)
                     if reply is None and what == PROBE:
                         endpoint.wait(lambda c=channel: endpoint.probe(c) is not None, timeout_s)
                         reply = endpoint.probe(channel)
                 else:
-                    if what == SEND:
-                        transfer = endpoint.send(buffer, channel)
-                    elif what == RECV:
-                        transfer = endpoint.recv(buffer, channel)
-                    else:
-                        transfer = endpoint.flush()
+                    transfer = _start(endpoint, request)
                     if not transfer.done:
                         endpoint.wait(lambda one=transfer: one.done, timeout_s)
                     reply = transfer.result()
@@ -49,7 +51,7 @@ async def run_async(endpoint: Endpoint, operation: PipeOperation[T], timeout_s: 
         request = next(operation)
         while True:
             try:
-                what, buffer, channel = request
+                what, _, channel = request
                 if what in _LOOKS:
                     reply = endpoint.probe(channel)
                     if reply is None and what == PROBE:
@@ -58,12 +60,7 @@ async def run_async(endpoint: Endpoint, operation: PipeOperation[T], timeout_s: 
                         )
                         reply = endpoint.probe(channel)
                 else:
-                    if what == SEND:
-                        transfer = endpoint.send(buffer, channel)
-                    elif what == RECV:
-                        transfer = endpoint.recv(buffer, channel)
-                    else:
-                        transfer = endpoint.flush()
+                    transfer = _start(endpoint, request)
                     if not transfer.done:
                         await endpoint.wait_async(lambda one=transfer: one.done, timeout_s)
                     reply = transfer.result()

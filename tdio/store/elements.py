@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -46,12 +46,26 @@ def reading_elements(
     except Contended:
         if len(positions) < 2:
             raise
-    out: list[TensorDict] = []
-    schema = handle.state.tokens.schema
-    for lo in range(0, len(positions), FEW):
-        out += yield from handle.fetch(partial(plan, positions[lo : lo + FEW]))
-        handle.check_schema(schema)
-    return out
+    few = range(0, len(positions), FEW)
+    parts = yield from fetching_parts(handle, (partial(plan, positions[n : n + FEW]) for n in few))
+    return [element for part in parts for element in part]
+
+
+def fetching_parts(
+    handle: Handle, plans: Iterable[Callable[[], Operation[Plan]]]
+) -> Operation[list[Any]]:
+    """Fetch one plan after the other, all of one schema.
+
+    Raises:
+        Contended: keys, shapes or dtypes changed between the parts.
+    """
+    schema, parts = handle.state.tokens.schema, []
+    for plan in plans:
+        parts.append((yield from handle.fetch(plan)))
+        if handle.state.tokens.schema != schema:
+            where = handle.location
+            raise Contended(f"{where}: its keys, shapes or dtypes changed during this read")
+    return parts
 
 
 def _planning(

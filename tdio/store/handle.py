@@ -315,7 +315,8 @@ class Handle:
             plan = yield from make()
             if self.state is not state:
                 continue  # another thread read it anew while this one planned
-            atomic, together = torn > 0 and self._may_transact, torn > 0
+            together = torn > 0
+            atomic = together and self._may_transact
             stamp = None
             if known.version and not atomic and plan.several:
                 before, size = np.empty(len(known.version), np.uint8), _all_of(len(known.version))
@@ -350,15 +351,6 @@ class Handle:
             f"{self.location}: other writers came between every attempt of this read; let the user "
             "use MULTI and EXEC, or read fewer rows at once"
         )
-
-    def check_schema(self, schema: bytes) -> None:
-        """See that a read in parts is still of what it began with.
-
-        Raises:
-            Contended: keys, shapes or dtypes changed between the parts.
-        """
-        if self.state.tokens.schema != schema:
-            raise Contended(f"{self.location}: its keys, shapes or dtypes changed during this read")
 
     def _look_for(self, plan: Plan, error: Exception) -> Operation[None]:
         """A range without bytes: say that the entry is cut short where its key is there."""

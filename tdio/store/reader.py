@@ -21,7 +21,7 @@ from tdio._td import (
 )
 from tdio.layout.buffers import views
 from tdio.layout.index import Rows, normalise, select
-from tdio.store.elements import FEW, reading_ragged
+from tdio.store.elements import FEW, fetching_parts, reading_ragged
 from tdio.store.entries import Entries, decoded, entries_of, entry_of
 from tdio.store.handle import Contended, Handle, Plan
 from tdio.store.shape import Frame, levels_at
@@ -136,12 +136,13 @@ def _fetching(
         rows = select(frame.batch, items)
         if len(rows.positions) < 2 or not rows.depth:
             raise
-    parts, schema = [], handle.state.tokens.schema
-    for lo in range(0, len(rows.positions), FEW):
+
+    def some(lo: int) -> tuple[torch.Tensor, ...]:
         coordinates = np.unravel_index(rows.positions[lo : lo + FEW], frame.batch[: rows.depth])
-        some = tuple(torch.from_numpy(np.ascontiguousarray(one)) for one in coordinates)
-        parts.append((yield from handle.fetch(partial(plan, some))))
-        handle.check_schema(schema)
+        return tuple(torch.from_numpy(np.ascontiguousarray(one)) for one in coordinates)
+
+    few = range(0, len(rows.positions), FEW)
+    parts = yield from fetching_parts(handle, (partial(plan, some(lo)) for lo in few))
     whole: Any = torch.cat(parts, 0).reshape(*rows.shape, *frame.batch[rows.depth :])
     if leaf:
         return whole

@@ -64,7 +64,7 @@ def hush(
     code = c.create_string_buffer(_DROP, len(_DROP))
     program = struct.pack("@HP", 1, c.addressof(code))
     began = time.monotonic()
-    limit_s, quiet, left = _NAMELESS_S, 0, 0
+    limit_s, quiet = _NAMELESS_S, 0
     while time.monotonic() - began < limit_s:
         settle()
         left = 0

@@ -212,14 +212,14 @@ class Worker:
             PipeTimeout: not within ``timeout_s`` seconds.
             PipeClosed: the worker was closed meanwhile.
         """
-        progress, handle = self._progress, self._prepared
+        progress, prepared = self._progress, self._prepared
         nap = _Nap(timeout_s, what, nbytes)
         while True:
             if not self.usable:
                 # Closed by another task or thread meanwhile: the handle is no more. Between this
                 # test and the call below no other thread runs.
                 raise PipeClosed(f"{what}: closed while it was waited for")
-            moved = progress(*handle)
+            moved = progress(*prepared)
             if ready():
                 return
             if not moved:
@@ -227,7 +227,7 @@ class Worker:
             if nap.polls(moved):
                 continue
             seconds = nap.seconds()
-            if self.usable and progress(*handle):
+            if self.usable and progress(*prepared):
                 continue
             if not self._arm():
                 # UCX holds what the peer has no room for: no event tells when it has.
@@ -256,7 +256,7 @@ class Worker:
             PipeTimeout: not within ``timeout_s`` seconds.
             PipeClosed: the worker was closed meanwhile.
         """
-        progress, handle, clock = self._progress, self._prepared, time.monotonic
+        progress, prepared, clock = self._progress, self._prepared, time.monotonic
         nap = _Nap(timeout_s, what, nbytes)
         while True:
             if clock() - self._yielded > YIELD_S:
@@ -265,7 +265,7 @@ class Worker:
                 # Closed by another task or thread meanwhile: the handle is no more. Between this
                 # test and the call below no other thread runs.
                 raise PipeClosed(f"{what}: closed while it was waited for")
-            moved = progress(*handle)
+            moved = progress(*prepared)
             if ready():
                 # At once: a cancellation must not meet what is complete.
                 return
@@ -277,7 +277,7 @@ class Worker:
                     await self._yield()
                 continue
             seconds = nap.seconds()
-            if self.usable and progress(*handle):
+            if self.usable and progress(*prepared):
                 continue
             if not self._arm():
                 # UCX holds what the peer has no room for: no event tells when it has.
