@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
+from functools import partial
 
 import pytest
 import redis
@@ -12,8 +13,11 @@ import torch
 from tensordict import NonTensorStack, TensorDict, lazy_stack
 
 from tdio import LazyStackedTensorDictStore, TensorDictStore, errors, open_store
-from tdio.store.handle import Contended, Handle
+from tdio.store import elements, fetching, reader
+from tdio.store.handle import Contended
+from tdio.store.reader import reading
 from tdio.wire.reading import Tokens
+from tdio.wire.requests import Fetch, Reads
 
 WIDE = 4_000
 #: Each second is some thousand reads; `TDIO_TEST_SECONDS=30` looks longer.
@@ -259,6 +263,64 @@ def test_round_trips(conn):
     assert trips(lazy, lambda: lazy[[5, 1, 2]]) == 1
 
 
+def test_a_read_beside_writers_takes_a_second_round_trip_at_the_first_only(conn):
+    """The version is asked for at both ends while others write, and at the end when they do not."""
+    tds = [TensorDict(x=torch.zeros(3), y=torch.zeros(())) for _ in range(4)]
+    store = TensorDictStore.from_tensordict(lazy_stack(tds), **conn)
+    other = open_store(td_id=store.td_id, **conn)
+    reads = [
+        lambda: store[[3, 1]]["x"][0],
+        lambda: store[3].to_tensordict()["x"],
+        lambda: store.to_tensordict()[3]["x"],
+    ]
+    got = []
+    for n in range(40):
+        other[3] = TensorDict(x=torch.full((3,), float(n)), y=torch.tensor(float(n)))
+        counted = trips(store, lambda n=n: got.append(reads[n % 3]().tolist()))
+        assert got[-1] == [n] * 3
+        assert counted == (2 if n == 0 else 1)
+    assert store._handle.wary > 0
+    # What this handle writes is not what somebody else wrote.
+    for n in range(100):
+        store[3] = TensorDict(x=torch.full((3,), float(n)), y=torch.tensor(float(n)))
+        assert trips(store, lambda n=n: got.append(reads[n % 3]().tolist())) == 1
+        assert got[-1] == [n] * 3
+    assert store._handle.wary == 0
+
+
+def test_a_write_between_the_ranges_of_a_calm_read_is_seen(conn):
+    """Nobody has written for long, and then somebody does in the middle of a read."""
+    tds = [TensorDict(x=torch.zeros(3), y=torch.zeros(3)) for _ in range(4)]
+    store = TensorDictStore.from_tensordict(lazy_stack(tds), **conn)
+    other = open_store(td_id=store.td_id, **conn)
+    store[0:4]
+    client, times = store._handle.client, []
+    make = partial(reading, store._handle, None, slice(0, 4))
+
+    def between():
+        """Run each round trip as two: after the first leaf another handle writes all of it."""
+        operation = make()
+        request = next(operation)
+        while True:
+            if isinstance(request, Fetch) and not request.atomic and len(times) < 3:
+                times.append(request.stamp)
+                taken = list(request.reads)
+                halves = [*([request.stamp] if request.stamp else []), taken[0]], taken[1:]
+                yield Fetch(Reads(halves[0]))
+                other[0:4] = TensorDict(x=torch.ones(4, 3), y=torch.ones(4, 3)) * len(times)
+                replies = yield Fetch(Reads(halves[1]), request.after)
+            else:
+                replies = yield request
+            try:
+                request = operation.send(replies)
+            except StopIteration as stop:
+                return stop.value
+
+    whole = client.read(between)
+    assert len(times) == 2 and times[0] is None and times[1] is not None
+    assert (whole["x"] == 2).all() and (whole["y"] == 2).all()
+
+
 def test_keys_and_repr_read_no_data(conn, raw):
     store = TensorDictStore.from_tensordict(TensorDict(x=torch.zeros(8), batch_size=[8]), **conn)
     raw.delete(store._handle.names.data("x"))
@@ -300,17 +362,18 @@ def test_a_read_in_parts_is_the_read(conn, monkeypatch, index):
         batch_size=[20, 2],
         names=["row", "place"],
     )
-    fetch, torn = Handle.fetch, []
+    torn = []
 
     def torn_once(handle, make):
         if not torn:
             torn.append(1)
             raise Contended("torn")
-        return (yield from fetch(handle, make))
+        return (yield from fetching.fetch(handle, make))
 
     with TensorDictStore.from_tensordict(local, **conn) as store:
         whole = store[index]
-        monkeypatch.setattr(Handle, "fetch", torn_once)
+        for module in (reader, elements):
+            monkeypatch.setattr(module, "fetch", torn_once)
         parts, want = store[index], local[index]
         assert torn
         for got in (whole, parts):
@@ -329,22 +392,23 @@ def test_a_read_in_parts_is_the_read(conn, monkeypatch, index):
 def test_a_read_in_parts_is_of_one_schema(conn, monkeypatch, ragged):
     """Another writer changes the dtype between two parts: no rows of both in one batch."""
     sizes = [1 + i % 3 for i in range(20)] if ragged else [2] * 20
-    elements = [TensorDict(x=torch.full((n,), float(n))) for n in sizes]
-    store = TensorDictStore.from_tensordict(lazy_stack(elements), **conn)
+    tds = [TensorDict(x=torch.full((n,), float(n))) for n in sizes]
+    store = TensorDictStore.from_tensordict(lazy_stack(tds), **conn)
     other = open_store(td_id=store.td_id, **conn)
-    fetch, calls = Handle.fetch, []
+    calls = []
 
     def changed_between(handle, make):
         calls.append(1)
         if handle is store._handle and len(calls) == 1:
             raise Contended("torn")
         if handle is store._handle and len(calls) == 3:
-            for at, td in enumerate(elements):
+            for at, td in enumerate(tds):
                 other[at] = TensorDict(x=td["x"][:1])
             other["x"] = torch.ones(20, 1, dtype=torch.int64)
-        return (yield from fetch(handle, make))
+        return (yield from fetching.fetch(handle, make))
 
-    monkeypatch.setattr(Handle, "fetch", changed_between)
+    for module in (reader, elements):
+        monkeypatch.setattr(module, "fetch", changed_between)
     with pytest.raises(Contended, match="changed during this read"):
         store[0:20]
     monkeypatch.undo()

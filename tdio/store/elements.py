@@ -15,7 +15,8 @@ from tdio.layout.index import Rows, dims_taken, normalise, select
 from tdio.layout.plan import plan_elements
 from tdio.layout.spec import Int64Array, LeafSpec
 from tdio.store.entries import decoded, entries_of
-from tdio.store.handle import ATTEMPTS, Contended, Handle, Plan
+from tdio.store.fetching import Plan, fetch
+from tdio.store.handle import ATTEMPTS, Contended, Handle
 from tdio.store.placing import Planned, feature, landing, plan_leaves
 from tdio.store.shape import Frame, levels_at
 from tdio.wire.reading import StoreInfo
@@ -42,7 +43,7 @@ def reading_elements(
     """
     plan = partial(_planning, handle, paths, device, prefix)
     try:
-        return (yield from handle.fetch(lambda: plan(positions)))
+        return (yield from fetch(handle, lambda: plan(positions)))
     except Contended:
         if len(positions) < 2:
             raise
@@ -61,7 +62,7 @@ def fetching_parts(
     """
     schema, parts = handle.state.tokens.schema, []
     for plan in plans:
-        parts.append((yield from handle.fetch(plan)))
+        parts.append((yield from fetch(handle, plan)))
         if handle.state.tokens.schema != schema:
             where = handle.location
             raise Contended(f"{where}: its keys, shapes or dtypes changed during this read")

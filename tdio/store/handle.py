@@ -7,15 +7,11 @@ themselves: a sync or an async client runs them.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-import numpy as np
-
 from tdio.errors import (
-    AccessDenied,
     CorruptEntry,
     EntryNotFound,
     IndexOutOfRange,
@@ -26,7 +22,6 @@ from tdio.errors import (
 )
 from tdio.layout.levels import Level
 from tdio.layout.paths import below
-from tdio.layout.plan import PIECE_BYTES, one_range
 from tdio.transport.address import Address
 from tdio.transport.aio import AsyncClient
 from tdio.transport.client import Client
@@ -35,17 +30,13 @@ from tdio.wire import reading, uploading
 from tdio.wire.changes import Change
 from tdio.wire.names import Names
 from tdio.wire.reading import Spec, StoreInfo, Tokens, token_items
-from tdio.wire.requests import Arg, Commands, Fetch, Operation, RangeRead, Reads
+from tdio.wire.requests import Operation
 
 T = TypeVar("T")
 #: Attempts of a read or write that others come between.
 ATTEMPTS = 100
 #: Tokens that are on no server: what is done after ``clear`` finds that the store is gone.
 CLEARED = Tokens(b"cleared." * 2, b"cleared.")
-#: Without MULTI, a read that is torn so often is done in smaller parts.
-_TORN = 4
-#: The range of a version, made once: every read has one.
-_all_of = functools.lru_cache(8)(functools.partial(one_range, 0))
 
 
 @dataclass(frozen=True)
@@ -61,32 +52,6 @@ class Location:
 
 class Contended(ServerTimeout):
     """Writers came between again and again; a read of fewer rows may succeed."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What one read needs of the server.
-
-    Attributes:
-        reads: byte ranges, with the buffers that they land in.
-        values: paths of non-tensor entries, whose bytes are given to ``finish``.
-        finish: turns them and the filled buffers into the result.
-        meanwhile: what can be made of the result before any byte of it is there.
-    """
-
-    reads: Reads
-    values: Sequence[str]
-    finish: Callable[[list[bytes | None]], Any]
-    meanwhile: Callable[[], None] | None = None
-
-    @property
-    def several(self) -> bool:
-        """Whether it takes more than one command."""
-        first = self.reads.first(1)
-        # A long one is asked for in pieces, unless it is a whole string of a Valkey.
-        if first and (len(first[0].ranges.starts) > 1 or len(first[0].into) > PIECE_BYTES):
-            return True
-        return len(first) + len(self.values) > 1 or len(self.reads.first(2)) > 1
 
 
 @dataclass(frozen=True)
@@ -154,10 +119,11 @@ class Handle:
         self.client = client or Client(location.address)
         self.cache = cache
         self.allow_pickle = allow_pickle
-        self._may_transact = True
+        self.may_transact = True
         self.may_script = True
-        self._version_key = location.names.version
-        self._ask_version = token_items(location.names)[0]
+        #: For so many more reads others may write between.
+        self.wary = 0
+        self.ask_version = token_items(location.names)[0]
         self.state = Known(info)
 
     @property
@@ -292,72 +258,6 @@ class Handle:
         if not self.cache:
             yield from self.reload()
         return (yield from self.load(paths))
-
-    # ---- reads
-
-    def fetch(self, make: Callable[[], Operation[Plan]]) -> Operation[Any]:
-        """Read what ``make`` plans, from one version of the store. One round trip.
-
-        The version token is read before and after the ranges: where it changed between, the read
-        is done again, in a transaction if the user may. The schema token in it tells whether the
-        plan was made from metadata that another handle has changed meanwhile.
-
-        Raises:
-            Contended: writers came between too often, and the user may not use MULTI.
-            CorruptEntry: an entry is shorter than its metadata says.
-            EntryNotFound: the server lost an entry.
-        """
-        doubted, torn = False, 0
-        for _ in range(ATTEMPTS):
-            if not self.cache:
-                yield from self.reload()
-            state, known = self.state, self.state.tokens
-            plan = yield from make()
-            if self.state is not state:
-                continue  # another thread read it anew while this one planned
-            together = torn > 0
-            atomic = together and self._may_transact
-            stamp = None
-            if known.version and not atomic and plan.several:
-                before, size = np.empty(len(known.version), np.uint8), _all_of(len(known.version))
-                stamp = RangeRead(self._version_key, size, before, ("", self.location))
-            after: list[tuple[Arg, ...]] = [("GET", self.names.data(p)) for p in plan.values]
-            after.append(self._ask_version)
-            try:
-                replies = yield Fetch(plan.reads, after, atomic, together, stamp, plan.meanwhile)
-            except AccessDenied:
-                if not atomic:
-                    raise
-                self._may_transact = False
-                continue
-            except (CorruptEntry, EntryNotFound) as error:
-                # The metadata may be what is wrong: look once more before it is said aloud.
-                if doubted:
-                    yield from self._look_for(plan, error)
-                    raise
-                yield from self.reload()
-                doubted = self.state.tokens.schema == known.schema
-                continue
-            version = replies[-1]
-            if not known.describes(version):
-                yield from self.reload()
-            elif stamp is not None and stamp.into.tobytes() != version:
-                torn += 1
-                if torn >= _TORN and not self._may_transact:
-                    break
-            else:
-                return plan.finish(replies[:-1])
-        raise Contended(
-            f"{self.location}: other writers came between every attempt of this read; let the user "
-            "use MULTI and EXEC, or read fewer rows at once"
-        )
-
-    def _look_for(self, plan: Plan, error: Exception) -> Operation[None]:
-        """A range without bytes: say that the entry is cut short where its key is there."""
-        keys = list(dict.fromkeys(read.key for read in plan.reads))
-        (found,) = yield Commands([("EXISTS", *keys)])
-        if isinstance(error, EntryNotFound) and found == len(keys):
-            raise CorruptEntry(f"{error}; its data is shorter than its metadata says") from error
 
     # ---- writes
 

@@ -23,7 +23,8 @@ from tdio.layout.buffers import views
 from tdio.layout.index import Rows, normalise, select
 from tdio.store.elements import FEW, fetching_parts, reading_ragged
 from tdio.store.entries import Entries, decoded, entries_of, entry_of
-from tdio.store.handle import Contended, Handle, Plan
+from tdio.store.fetching import Plan, fetch
+from tdio.store.handle import Contended, Handle
 from tdio.store.shape import Frame, levels_at
 from tdio.wire.requests import Operation
 
@@ -129,7 +130,7 @@ def _fetching(
     the level.
     """
     try:
-        return (yield from handle.fetch(lambda: plan(index)))
+        return (yield from fetch(handle, lambda: plan(index)))
     except Contended:
         frame = (yield from current()).frame
         items = normalise(index, len(frame.batch)) or (slice(None),) * bool(frame.batch)

@@ -13,7 +13,8 @@ from tdio.errors import IndexOutOfRange, InvalidIndex, UnsupportedValue
 from tdio.layout.buffers import pack
 from tdio.layout.plan import Ranges, Selection, plan_rows
 from tdio.layout.spec import Int64Array, LeafSpec
-from tdio.store.handle import Handle, Plan
+from tdio.store.fetching import Plan, fetch
+from tdio.store.handle import Handle
 from tdio.store.placing import landing
 from tdio.wire.reading import Spec
 from tdio.wire.requests import Operation
@@ -119,7 +120,7 @@ def read_windows(
 
         return Plan(landed.reads, (), finish)
 
-    out: TensorDict = handle.client.read(lambda: handle.doubting(lambda: handle.fetch(planning)))
+    out: TensorDict = handle.client.read(lambda: handle.doubting(lambda: fetch(handle, planning)))
     return out
 
 

@@ -1,0 +1,130 @@
+"""Reads of what a plan asks for, all of it from one version of the store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tdio.errors import AccessDenied, CorruptEntry, EntryNotFound
+from tdio.layout.plan import PIECE_BYTES, one_range
+from tdio.store.handle import ATTEMPTS, Contended, Handle
+from tdio.wire.reading import Tokens
+from tdio.wire.requests import Arg, Commands, Fetch, Operation, RangeRead, Reads
+
+#: Without MULTI, a read that is torn so often is done in smaller parts.
+_TORN = 4
+#: So many reads that nobody wrote between have to follow one that somebody did, before the version
+#: is no longer asked for at both ends.
+_WARY = 16
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one read needs of the server.
+
+    Attributes:
+        reads: byte ranges, with the buffers that they land in.
+        values: paths of non-tensor entries, whose bytes are given to ``finish``.
+        finish: turns them and the filled buffers into the result.
+        meanwhile: what can be made of the result before any byte of it is there.
+    """
+
+    reads: Reads
+    values: Sequence[str]
+    finish: Callable[[list[bytes | None]], Any]
+    meanwhile: Callable[[], None] | None = None
+
+    @property
+    def several(self) -> bool:
+        """Whether it takes more than one command."""
+        first = self.reads.first(1)
+        # A long one is asked for in pieces, unless it is a whole string of a Valkey.
+        if first and (len(first[0].ranges.starts) > 1 or len(first[0].into) > PIECE_BYTES):
+            return True
+        return len(first) + len(self.values) > 1 or len(self.reads.first(2)) > 1
+
+
+def fetch(handle: Handle, make: Callable[[], Operation[Plan]]) -> Operation[Any]:
+    """Read what ``make`` plans, from one version of the store. One round trip.
+
+    The version is read after the ranges. Where it is the one that was seen last, nobody has written
+    since. Where it is another, the read is done again, and from then on, until nobody has written
+    for a while, the version is read before the ranges too: where it changed between the two, the
+    read is done again, in a transaction if the user may. The schema token in it tells whether the
+    plan was made from metadata that another handle has changed.
+
+    Raises:
+        Contended: writers came between too often, and the user may not use MULTI.
+        CorruptEntry: an entry is shorter than its metadata says.
+        EntryNotFound: the server lost an entry.
+    """
+    doubted, torn = False, 0
+    for _ in range(ATTEMPTS):
+        if not handle.cache:
+            yield from handle.reload()
+        state, known = handle.state, handle.state.tokens
+        plan = yield from make()
+        if handle.state is not state:
+            continue  # another thread read it anew while this one planned
+        together = torn > 0
+        atomic = together and handle.may_transact
+        stamp = None
+        if handle.wary > 0 and not atomic and plan.several:
+            stamp = _stamp(handle, len(known.version))
+        after: list[tuple[Arg, ...]] = [("GET", handle.names.data(p)) for p in plan.values]
+        after.append(handle.ask_version)
+        try:
+            replies = yield Fetch(plan.reads, after, atomic, together, stamp, plan.meanwhile)
+        except AccessDenied:
+            if not atomic:
+                raise
+            handle.may_transact = False
+            continue
+        except (CorruptEntry, EntryNotFound) as error:
+            # The metadata may be what is wrong: look once more before it is said aloud.
+            if doubted:
+                yield from _look_for(handle, plan, error)
+                raise
+            yield from handle.reload()
+            doubted = handle.state.tokens.schema == known.schema
+            continue
+        version = replies[-1]
+        if version == known.version:
+            if stamp is not None:
+                handle.wary -= 1
+            return plan.finish(replies[:-1])
+        if not known.describes(version):
+            yield from handle.reload()
+            continue
+        state.tokens = Tokens(version, known.schema)
+        if atomic or not plan.several:
+            return plan.finish(replies[:-1])
+        handle.wary = _WARY
+        if stamp is None:
+            continue
+        if stamp.into.tobytes() == version:
+            return plan.finish(replies[:-1])
+        torn += 1
+        if torn >= _TORN and not handle.may_transact:
+            break
+    raise Contended(
+        f"{handle.location}: other writers came between every attempt of this read; let the user "
+        "use MULTI and EXEC, or read fewer rows at once"
+    )
+
+
+def _stamp(handle: Handle, size: int) -> RangeRead:
+    """Read the version, before what is planned."""
+    before = np.empty(size, np.uint8)
+    return RangeRead(handle.names.version, one_range(0, size), before, ("", handle.location))
+
+
+def _look_for(handle: Handle, plan: Plan, error: Exception) -> Operation[None]:
+    """A range without bytes: say that the entry is cut short where its key is there."""
+    keys = list(dict.fromkeys(read.key for read in plan.reads))
+    (found,) = yield Commands([("EXISTS", *keys)])
+    if isinstance(error, EntryNotFound) and found == len(keys):
+        raise CorruptEntry(f"{error}; its data is shorter than its metadata says") from error
