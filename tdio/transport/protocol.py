@@ -15,15 +15,12 @@ import hiredis
 import numpy as np
 
 from tdio.errors import CorruptEntry, EntryNotFound, ServerError
-from tdio.wire.ranges import as_asked, encode_reads
+from tdio.wire.asking import pieces
+from tdio.wire.ranges import as_asked
 from tdio.wire.receiving import SCRATCH_BYTES, RangeReceiver, UnexpectedFrameError
 from tdio.wire.requests import Body, Commands, Fetch, RangeRead, Reads, encode_command, error_of
 
 _SEND_BYTES = 64 * 1024
-#: So many bytes of commands are sent at once: the server begins while the rest is encoded.
-_EARLY_BYTES = 8 * 1024
-#: And the first ones once so many bytes are asked for.
-_EARLY_ASKED = 32 * 1024
 #: What a new connection asks first; its reply, or error, is for ``greeted``.
 GREETING = Commands([("HELLO",)], tolerant=True)
 #: The first line of a bulk reply is shorter.
@@ -140,50 +137,27 @@ class Protocol:
     # ---- range reads
 
     def _fetch(self, request: Fetch) -> Steps:
-        prefix = pending = b""
+        prefix = head = b""
         asked_for = (as_asked(read, self._at_once) for read in request.reads)
         stamp = () if request.stamp is None else (request.stamp,)
         reads = Reads(itertools.chain(stamp, asked_for))
-        batches = encode_reads(reads)
         tail = b"".join(map(_encoded, request.after))
         if request.atomic:
             count = len(request.after) + sum(len(read.ranges.starts) for read in reads)
             prefix = b"+OK\r\n" + b"+QUEUED\r\n" * count + b"*%d\r\n" % count
             tail += b"*1\r\n$4\r\nEXEC\r\n"
-            pending = b"*1\r\n$5\r\nMULTI\r\n"
+            head = b"*1\r\n$5\r\nMULTI\r\n"
         receiver = RangeReceiver(reads, self._scratch, prefix=prefix)
         # In a transaction nothing is sent back before the end.
         window = float("inf") if request.atomic or request.together else self._window_bytes
-        asked, begun, sent, ready = 0, False, False, None
-        meanwhile = request.meanwhile or (lambda: None)
         try:
-            while not (sent and receiver.done):
-                while not sent and asked - receiver.received_bytes < window:
-                    batch = ready or next(batches, None)
-                    ready = None
-                    if batch is None:
-                        sent = True
-                        # The server has enough to do, and takes the last commands only when it
-                        # is through: to send them may wait for that (256 rows: 0.5 ms).
-                        if begun:
-                            meanwhile()
-                        yield True, pending + tail
-                        if not begun:
-                            meanwhile()
-                        break
-                    pending += batch[0]
-                    asked += batch[1]
-                    early = len(pending) >= _EARLY_BYTES or (not begun and asked >= _EARLY_ASKED)
-                    full = asked - receiver.received_bytes >= window
-                    if full or (early and not request.together):
-                        yield True, pending
-                        pending, begun = b"", True
-                if not receiver.done:
-                    # There is nothing to do but to wait: prepare what is asked for next. One leaf
-                    # at a time, so that the server does not run out of work.
-                    reads.take_one()
-                    ready = ready or next(batches, None)
+            for piece in pieces(request, reads, receiver, window, head, tail):
+                if piece is None:
                     receiver.got((yield False, receiver.want()))
+                else:
+                    yield True, piece
+            while not receiver.done:
+                receiver.got((yield False, receiver.want()))
         except UnexpectedFrameError as frame:
             yield from self._explain(frame, request)
         self._reader.feed(receiver.rest())
