@@ -1,5 +1,6 @@
 import json
 import math
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -151,6 +152,19 @@ def test_most_rows_are_read_in_long_runs_and_few_rows_move_what_they_return():
     assert sparse.moved_bytes < 2 * 256 * 256
     strided = plan_rows(np.arange(0, 100_000, 100), 4096)
     assert strided.moved_bytes == 1000 * 4096
+
+
+@pytest.mark.parametrize("row_bytes", [1, 8, 16])
+def test_many_tiny_rows_close_together_are_planned_without_a_look_at_each(row_bytes):
+    """To plan a command takes more memory than to read over the gap before it."""
+    positions = np.random.default_rng(0).permutation(4_000_000)[:1_000_000] + 7
+    tracemalloc.start()
+    plan = plan_rows(positions, row_bytes)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(plan.starts) == 1
+    assert plan.moved_bytes <= 4_000_000 * row_bytes
+    assert peak <= 20 * len(positions)
 
 
 def test_gaps_of_a_small_leaf_are_paid_from_what_the_others_return_and_no_more():

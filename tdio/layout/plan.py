@@ -1,16 +1,18 @@
 """Rows to byte ranges: which ranges of a server string land where in the buffer.
 
-Two ways to read the rows of an entry, chosen by counting (numbers in ``docs/stores.md``):
+Three ways to read the rows of an entry, chosen by counting (numbers in ``docs/stores.md``):
 
 - *direct*: one range for each run of rows that follow each other in the order of the request,
   received straight into its place;
+- *spanned*: rows that lie close together, as one range from the first to the last, of which they
+  are picked out without being sorted;
 - *gathered*: distinct rows in ascending order, received into a scratch buffer and picked out of
   it. Near neighbours are merged where that halves the number of ranges (of many small rows: leaves
-  a sixth): 8,192 of 10,000 rows are then a few long ranges. A gap is read through where it moves
-  fewer bytes than another command would, or costs less time than one, and the whole read moves at
-  most twice the bytes that it returns (4 MiB more are nothing). Small rows are gathered also
-  without merging: ascending offsets have long runs of one width, whose commands are encoded in
-  bulk. Rows above 16 KiB never are: to copy one takes longer than another command.
+  a sixth). A gap is read through where it moves fewer bytes than another command would, or costs
+  less time than one, and the whole read moves at most twice the bytes that it returns (4 MiB more
+  are nothing). Small rows are gathered also without merging: ascending offsets have long runs of
+  one width, whose commands are encoded in bulk. Rows above 16 KiB never are: to copy one takes
+  longer than another command.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ from tdio.layout.spec import Int64Array
 COMMAND_BYTES = 128
 #: Gaps below that may take so much memory beyond what is returned, whatever that is.
 SLACK_BYTES = 4 * 1024 * 1024
+#: So much memory a range takes while it is planned: a gap below this takes less.
+_SAVED_BYTES = 64
 #: Merging more than this many bytes of gap saves no time even at full density; nor does merging
 #: rows above that, whose copy takes longer than another command.
 MAX_GAP_BYTES = 16 * 1024
@@ -93,6 +97,7 @@ class Selection:
         self._breaks: Int64Array | None = None
         self._distinct: tuple[Int64Array, Int64Array, Int64Array] | None = None
         self._ascending: Int64Array | None = None
+        self._span: tuple[int, int] | None = None
 
     @property
     def breaks(self) -> Int64Array:
@@ -127,6 +132,14 @@ class Selection:
             self._distinct = rows, places, gaps
         return self._distinct
 
+    @property
+    def span(self) -> tuple[int, int]:
+        """The first row, and how many there are from it to the last."""
+        if self._span is None:
+            first = int(self.positions.min())
+            self._span = first, int(self.positions.max()) - first + 1
+        return self._span
+
     def gap_above(self, wider: int) -> int:
         """Return the widest gap, in rows, where ``wider`` others are not narrower."""
         if self._ascending is None:
@@ -158,7 +171,12 @@ def plan_rows(
     if len(positions) == 1:
         return one_range(int(positions[0]) * row_bytes, row_bytes)
     runs = len(selection.breaks) + 1
+    own = len(positions) * row_bytes
+    spare = own if spare is None else spare
     if runs > 1 and gather and row_bytes <= MAX_GAP_BYTES:
+        spanned = _spanned(selection, row_bytes, spare)
+        if spanned is not None:
+            return spanned
         small = row_bytes <= SORTED_ROW_BYTES and runs >= _SORTED_RUNS
         limit = _gap_limit(selection, row_bytes, runs // (_BULK if small else 2) - 1, spare)
         if limit is not None:
@@ -200,7 +218,19 @@ def in_pieces(ranges: Ranges) -> Ranges:
     return Ranges(starts, np.minimum(ends - starts, PIECE_BYTES), ranges.rows, ranges.row_bytes)
 
 
-def _gap_limit(selection: Selection, row_bytes: int, most: int, spare: int | None) -> int | None:
+def _spanned(selection: Selection, row_bytes: int, spare: int) -> Ranges | None:
+    """Return one range from the first row to the last, or None where too much lies between."""
+    rows = selection.positions
+    first, count = selection.span
+    beyond = (count - len(rows)) * row_bytes
+    room = min(len(rows) * COMMAND_BYTES, max(spare, SLACK_BYTES))
+    if beyond > max(room, len(rows) * _SAVED_BYTES):
+        return None
+    starts, sizes = np.array([first * row_bytes]), np.array([count * row_bytes])
+    return Ranges(starts, sizes, rows - first if first else rows, row_bytes)
+
+
+def _gap_limit(selection: Selection, row_bytes: int, most: int, spare: int) -> int | None:
     """Return the widest gap, in rows, to read through so that at most ``most`` wider ones are left.
 
     None where it is not worth it.
@@ -209,7 +239,6 @@ def _gap_limit(selection: Selection, row_bytes: int, most: int, spare: int | Non
         return None
     needed, gaps = selection.gap_above(most), selection.distinct[2]
     own = len(selection.positions) * row_bytes
-    spare = own if spare is None else spare
     for most_bytes, room in (
         (MAX_GAP_BYTES, min(own, spare)),
         (QUICK_BYTES, spare),
