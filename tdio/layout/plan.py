@@ -17,8 +17,6 @@ Three ways to read the rows of an entry, chosen by counting (numbers in ``docs/s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from tdio.layout.spec import Int64Array
@@ -44,34 +42,76 @@ _SORTED_RUNS = 32
 _BULK = 6
 
 
-@dataclass(slots=True)
 class Ranges:
     """Byte ranges of one server string.
 
-    Attributes:
+    Args:
         starts: first byte of each range, int64 ``[r]``.
         sizes: length of each range in bytes, all above 0, int64 ``[r]``.
         rows: for a gathered read, the row of the scratch buffer for each row of the result,
             int64 ``[n]``; None for a direct one, whose ranges fill the result in order.
         row_bytes: the size of one row.
         uniform: whether all sizes are known to be equal.
+
+    Attributes:
+        single: start and size, where there is one range.
     """
 
-    starts: Int64Array
-    sizes: Int64Array
-    rows: Int64Array | None
-    row_bytes: int
-    uniform: bool = False
+    __slots__ = ("_sizes", "_starts", "row_bytes", "rows", "single", "uniform")
+
+    def __init__(
+        self,
+        starts: Int64Array,
+        sizes: Int64Array,
+        rows: Int64Array | None,
+        row_bytes: int,
+        uniform: bool = False,
+    ):
+        self._starts: Int64Array | None = starts
+        self._sizes: Int64Array | None = sizes
+        self.rows = rows
+        self.row_bytes = row_bytes
+        self.uniform = uniform
+        self.single: tuple[int, int] | None = None
+        if len(starts) == 1:
+            self.single = int(starts[0]), int(sizes[0])
+
+    @classmethod
+    def one(cls, start: int, size: int, rows: Int64Array | None, row_bytes: int) -> Ranges:
+        """Return a single range, without the arrays: they cost as much as the rest of its plan."""
+        self = cls.__new__(cls)
+        self._starts = self._sizes = None
+        self.rows = rows
+        self.row_bytes = row_bytes
+        self.uniform = row_bytes == size
+        self.single = start, size
+        return self
 
     @property
-    def single(self) -> tuple[int, int] | None:
-        """Start and size, where there is one range."""
-        return (int(self.starts[0]), int(self.sizes[0])) if len(self.starts) == 1 else None
+    def starts(self) -> Int64Array:
+        """First byte of each range, int64 ``[r]``."""
+        if self._starts is None:
+            assert self.single is not None
+            self._starts = np.array([self.single[0]])
+        return self._starts
+
+    @property
+    def sizes(self) -> Int64Array:
+        """Length of each range in bytes, int64 ``[r]``."""
+        if self._sizes is None:
+            assert self.single is not None
+            self._sizes = np.array([self.single[1]])
+        return self._sizes
+
+    def __len__(self) -> int:
+        return 1 if self._starts is None else len(self._starts)
 
     @property
     def moved_bytes(self) -> int:
         """Bytes that the ranges bring, payload only."""
-        return len(self.sizes) * self.row_bytes if self.uniform else int(self.sizes.sum())
+        if self.single is not None:
+            return self.single[1]
+        return len(self) * self.row_bytes if self.uniform else int(self.sizes.sum())
 
 
 _NONE = np.zeros(0, np.int64)
@@ -82,7 +122,7 @@ def one_range(start: int, size: int) -> Ranges:
     """Return a single range, or none for a size of 0."""
     if not size:
         return Ranges(_NONE, _NONE, None, 1)
-    return Ranges(np.array([start]), np.array([size]), None, size, True)
+    return Ranges.one(start, size, None, size)
 
 
 class Selection:
@@ -208,7 +248,10 @@ def plan_elements(positions: Int64Array, offsets: Int64Array) -> Ranges:
 
 def in_pieces(ranges: Ranges) -> Ranges:
     """Cut ranges longer than ``PIECE_BYTES`` into pieces, in order."""
-    largest = ranges.row_bytes if ranges.uniform else int(ranges.sizes.max(initial=0))
+    if ranges.single is not None:
+        largest = ranges.single[1]
+    else:
+        largest = ranges.row_bytes if ranges.uniform else int(ranges.sizes.max(initial=0))
     if largest <= PIECE_BYTES:
         return ranges
     counts = -(-ranges.sizes // PIECE_BYTES)
@@ -226,8 +269,8 @@ def _spanned(selection: Selection, row_bytes: int, spare: int) -> Ranges | None:
     room = min(len(rows) * COMMAND_BYTES, max(spare, SLACK_BYTES))
     if beyond > max(room, len(rows) * _SAVED_BYTES):
         return None
-    starts, sizes = np.array([first * row_bytes]), np.array([count * row_bytes])
-    return Ranges(starts, sizes, rows - first if first else rows, row_bytes)
+    rows = rows - first if first else rows
+    return Ranges.one(first * row_bytes, count * row_bytes, rows, row_bytes)
 
 
 def _gap_limit(selection: Selection, row_bytes: int, most: int, spare: int) -> int | None:

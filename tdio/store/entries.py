@@ -77,7 +77,7 @@ class Entries:
         if not everything:
             return plans
         every = list(plans)
-        if sum(len(plan.starts) for _, plan in every) <= _KEPT:
+        if sum(len(plan) for _, plan in every) <= _KEPT:
             self._all = every
         return every
 

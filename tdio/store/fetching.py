@@ -42,7 +42,7 @@ class Plan:
         """Whether it takes more than one command."""
         first = self.reads.first(1)
         # A long one is asked for in pieces, unless it is a whole string of a Valkey.
-        if first and (len(first[0].ranges.starts) > 1 or len(first[0].into) > PIECE_BYTES):
+        if first and (len(first[0].ranges) > 1 or len(first[0].into) > PIECE_BYTES):
             return True
         return len(first) + len(self.values) > 1 or len(self.reads.first(2)) > 1
 

@@ -143,7 +143,7 @@ class Protocol:
         reads = Reads(itertools.chain(stamp, asked_for))
         tail = b"".join(map(_encoded, request.after))
         if request.atomic:
-            count = len(request.after) + sum(len(read.ranges.starts) for read in reads)
+            count = len(request.after) + sum(len(read.ranges) for read in reads)
             prefix = b"+OK\r\n" + b"+QUEUED\r\n" * count + b"*%d\r\n" % count
             tail += b"*1\r\n$4\r\nEXEC\r\n"
             head = b"*1\r\n$5\r\nMULTI\r\n"

@@ -40,8 +40,7 @@ def as_asked(read: RangeRead, at_once: bool) -> RangeRead:
 def encode_reads(reads: Iterable[RangeRead]) -> Iterator[tuple[bytes, int]]:
     """Yield batches of encoded commands, each with the bytes it will bring."""
     for read in reads:
-        starts, sizes = read.ranges.starts, read.ranges.sizes
-        if not len(starts):
+        if not len(read.ranges):
             continue
         if read.whole:
             yield _get(read.key), len(read.into)
@@ -51,6 +50,7 @@ def encode_reads(reads: Iterable[RangeRead]) -> Iterator[tuple[bytes, int]]:
             start, size = single
             yield head + _numbers(start, start + size - 1), size
             continue
+        starts, sizes = read.ranges.starts, read.ranges.sizes
         uniform = read.ranges.uniform
         largest = read.ranges.row_bytes if uniform else int(sizes.max())
         per_batch = max(1, min(BATCH_COMMANDS, BATCH_BYTES // largest))

@@ -63,18 +63,22 @@ class _Following:
 def _groups(reads: Iterable[RangeRead]) -> Iterator[Group]:
     following = _Following(reads)
     for read in following:
-        into, sizes = read.into.data, read.ranges.sizes
+        into, ranges = read.into.data, read.ranges
         direct = False
-        if len(sizes) <= _SINGLE_RANGES:
-            runs: Iterable[tuple[int, int]] = [(size, 1) for size in sizes.tolist()]
+        if len(ranges) <= _SINGLE_RANGES:
+            if ranges.single is not None:
+                runs: Iterable[tuple[int, int]] = ((ranges.single[1], 1),)
+            else:
+                runs = [(size, 1) for size in ranges.sizes.tolist()]
             # A small one too where much follows, most of which would come into the scratch buffer
             # with it.
             direct = len(into) >= DIRECT_BYTES
             if not direct and (later := following.peek()) is not None:
                 direct = len(later.into) >= DIRECT_BYTES
-        elif read.ranges.uniform:
-            runs = [(int(sizes[0]), len(sizes))]
+        elif ranges.uniform:
+            runs = [(ranges.row_bytes, len(ranges))]
         else:
+            sizes = ranges.sizes
             cuts = np.flatnonzero(np.diff(sizes)) + 1
             firsts = np.concatenate([[0], cuts])
             counts = np.diff(np.append(firsts, len(sizes)))

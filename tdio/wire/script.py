@@ -50,7 +50,7 @@ def arguments(
         if not isinstance(change, PutRows) or not len(change.payload):
             return None
         size += len(change.payload)
-        ranges += len(change.ranges.starts)
+        ranges += len(change.ranges)
     if size > _MAX_BYTES or ranges > _MAX_RANGES:
         return None
     keys: list[Arg] = [names.schema, names.version, names.turn]
