@@ -7,7 +7,7 @@ from tdio.layout.plan import Ranges
 from tdio.transport.address import FAR_WINDOW_BYTES, WINDOW_BYTES, Address
 from tdio.transport.protocol import Protocol
 from tdio.wire.ranges import encode_reads
-from tdio.wire.receiving import DIRECT_BYTES, RangeReceiver, UnexpectedFrameError
+from tdio.wire.receiving import DIRECT_BYTES, RangeReceiver, UnexpectedFrameError, groups_of
 from tdio.wire.requests import Fetch, RangeRead, Reads
 from tdio.wire.scatter import spread
 
@@ -70,7 +70,7 @@ def test_replies_are_stripped_whole_and_in_pieces(name, step):
         step = 997
     reads = reads_of(*CASES[name])
     stream, payloads = stream_of(reads)
-    used = feed(RangeReceiver(reads), stream, step)
+    used = feed(RangeReceiver(groups_of(reads)), stream, step)
     assert used == len(stream)
     assert [read.into.tobytes() for read in reads] == payloads
 
@@ -93,7 +93,7 @@ def test_an_unexpected_frame_is_left_for_the_parser(frame, at, size, count, scat
     reads = reads_of([size] * count)
     reads[0].ranges.uniform, reads[0].ranges.row_bytes = True, size
     with pytest.raises(UnexpectedFrameError) as caught:
-        feed(RangeReceiver(reads), stream, step)
+        feed(RangeReceiver(groups_of(reads)), stream, step)
     rest = caught.value.rest
     if frame.endswith(b"xx") and scattered:
         assert rest.startswith(b"x")
@@ -111,7 +111,7 @@ def test_the_entry_whose_reply_is_odd_is_named(odd, blamed, step):
     end = b"??" if odd == "payload end" else b"\r\n"
     stream = b"$10\r\n" + b"7" * 10 + end + b"$19\r\n" + b"7" * 19 + b"\r\n"
     with pytest.raises(UnexpectedFrameError) as caught:
-        feed(RangeReceiver(reads), stream, step)
+        feed(RangeReceiver(groups_of(reads)), stream, step)
     assert caught.value.read.what[0] == blamed
 
 

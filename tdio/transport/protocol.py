@@ -15,9 +15,9 @@ import hiredis
 import numpy as np
 
 from tdio.errors import CorruptEntry, EntryNotFound, ServerError
-from tdio.wire.asking import pieces
+from tdio.wire.asking import few, pieces
 from tdio.wire.ranges import as_asked
-from tdio.wire.receiving import SCRATCH_BYTES, RangeReceiver, UnexpectedFrameError
+from tdio.wire.receiving import SCRATCH_BYTES, RangeReceiver, UnexpectedFrameError, groups_of
 from tdio.wire.requests import Body, Commands, Fetch, RangeRead, Reads, encode_command, error_of
 
 _SEND_BYTES = 64 * 1024
@@ -147,7 +147,13 @@ class Protocol:
             prefix = b"+OK\r\n" + b"+QUEUED\r\n" * count + b"*%d\r\n" % count
             tail += b"*1\r\n$4\r\nEXEC\r\n"
             head = b"*1\r\n$5\r\nMULTI\r\n"
-        receiver = RangeReceiver(reads, self._scratch, prefix=prefix)
+        found = None if prefix else few(reads)
+        if found is not None:
+            head, groups = found
+            reads = Reads()
+        else:
+            groups = groups_of(reads)
+        receiver = RangeReceiver(groups, self._scratch, prefix=prefix)
         # In a transaction nothing is sent back before the end.
         window = float("inf") if request.atomic or request.together else self._window_bytes
         try:

@@ -42,14 +42,10 @@ def encode_reads(reads: Iterable[RangeRead]) -> Iterator[tuple[bytes, int]]:
     for read in reads:
         if not len(read.ranges):
             continue
-        if read.whole:
-            yield _get(read.key), len(read.into)
+        if (single := read.ranges.single) is not None:
+            yield encode_single(read, single), single[1]
             continue
         head = _head(read.key)
-        if (single := read.ranges.single) is not None:
-            start, size = single
-            yield head + _numbers(start, start + size - 1), size
-            continue
         starts, sizes = read.ranges.starts, read.ranges.sizes
         uniform = read.ranges.uniform
         largest = read.ranges.row_bytes if uniform else int(sizes.max())
@@ -65,6 +61,14 @@ def encode_reads(reads: Iterable[RangeRead]) -> Iterator[tuple[bytes, int]]:
                 yield head + head.join(numbers), total
             else:
                 yield _encode(head, first, last), total
+
+
+def encode_single(read: RangeRead, single: tuple[int, int]) -> bytes:
+    """Return the command of a read of one range, whose start and size are given."""
+    if read.whole:
+        return _get(read.key)
+    start, size = single
+    return _head(read.key) + _numbers(start, start + size - 1)
 
 
 @functools.lru_cache(4096)

@@ -60,7 +60,8 @@ class _Following:
         return self._next
 
 
-def _groups(reads: Iterable[RangeRead]) -> Iterator[Group]:
+def groups_of(reads: Iterable[RangeRead]) -> Iterator[Group]:
+    """Yield the frames of the replies to ``reads``, in groups of one size."""
     following = _Following(reads)
     for read in following:
         into, ranges = read.into.data, read.ranges
@@ -92,7 +93,7 @@ def _groups(reads: Iterable[RangeRead]) -> Iterator[Group]:
 
 
 class RangeReceiver:
-    """Takes the reply stream of ``reads`` as it arrives and fills their buffers.
+    """Takes a reply stream, the frames of ``groups``, as it arrives and fills their buffers.
 
     Ask ``want()`` for where the next bytes go, receive into it, say ``got(n)``; until ``done``.
 
@@ -101,7 +102,7 @@ class RangeReceiver:
     """
 
     def __init__(
-        self, reads: Iterable[RangeRead], scratch: Bytes | None = None, *, prefix: bytes = b""
+        self, groups: Iterable[Group], scratch: Bytes | None = None, *, prefix: bytes = b""
     ):
         self.received_bytes = 0
         self._prefix = prefix
@@ -110,7 +111,7 @@ class RangeReceiver:
         self._fill = 0
         self._pos = 0
         self._scatters: deque[Scatter] = deque()
-        self._groups = _groups(reads)
+        self._groups = iter(groups)
         self._group = next(self._groups, None)
         #: Nothing has been prepared for yet: that is done while the server works.
         self._new = not prefix
