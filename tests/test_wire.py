@@ -6,6 +6,7 @@ import pytest
 from tdio.layout.plan import Ranges
 from tdio.transport.address import FAR_WINDOW_BYTES, WINDOW_BYTES, Address
 from tdio.transport.protocol import Protocol
+from tdio.wire.asking import few
 from tdio.wire.ranges import encode_reads
 from tdio.wire.receiving import DIRECT_BYTES, RangeReceiver, UnexpectedFrameError, groups_of
 from tdio.wire.requests import Fetch, RangeRead, Reads
@@ -73,6 +74,25 @@ def test_replies_are_stripped_whole_and_in_pieces(name, step):
     used = feed(RangeReceiver(groups_of(reads)), stream, step)
     assert used == len(stream)
     assert [read.into.tobytes() for read in reads] == payloads
+
+
+@pytest.mark.parametrize("step", [10**9, 100, 1])
+@pytest.mark.parametrize(
+    "sizes",
+    [[8], [800], [16, 100], [1] * 3, [800] * 20, [DIRECT_BYTES * 9], [5, 7, 70_000], [9] * 64],
+)
+def test_a_few_single_ranges_are_asked_for_and_received_as_many_are(sizes, step):
+    reads = reads_of(*([size] for size in sizes))
+    stream, payloads = stream_of(reads)
+    commands, groups = few(Reads(reads))
+    assert commands == b"".join(piece for piece, _ in encode_reads(reads))
+    assert feed(RangeReceiver(groups), stream, step) == len(stream)
+    assert [read.into.tobytes() for read in reads] == payloads
+
+
+def test_more_than_a_few_ranges_are_planned_while_the_server_works():
+    for sizes in ([[8, 8]], [[8], [8, 8]], [[]], [[70_000], [5]], [[5]] * 65):
+        assert few(Reads(reads_of(*sizes))) is None
 
 
 @pytest.mark.parametrize("step", [10**9, 1])
