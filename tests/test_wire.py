@@ -111,7 +111,7 @@ def test_an_unexpected_frame_is_left_for_the_parser(frame, at, size, count, scat
         frame = good[:-2] + b"xx"
     stream = good * at + frame + good * 4
     reads = reads_of([size] * count)
-    reads[0].ranges.uniform, reads[0].ranges.row_bytes = True, size
+    reads[0].ranges = Ranges(reads[0].ranges.starts, None, None, size)
     with pytest.raises(UnexpectedFrameError) as caught:
         feed(RangeReceiver(groups_of(reads)), stream, step)
     rest = caught.value.rest

@@ -47,14 +47,15 @@ class Ranges:
 
     Args:
         starts: first byte of each range, int64 ``[r]``.
-        sizes: length of each range in bytes, all above 0, int64 ``[r]``.
+        sizes: length of each range in bytes, all above 0, int64 ``[r]``; None where each is
+            ``row_bytes``.
         rows: for a gathered read, the row of the scratch buffer for each row of the result,
             int64 ``[n]``; None for a direct one, whose ranges fill the result in order.
         row_bytes: the size of one row.
-        uniform: whether all sizes are known to be equal.
 
     Attributes:
         single: start and size, where there is one range.
+        uniform: whether all sizes are known to be ``row_bytes``.
     """
 
     __slots__ = ("_sizes", "_starts", "row_bytes", "rows", "single", "uniform")
@@ -62,19 +63,18 @@ class Ranges:
     def __init__(
         self,
         starts: Int64Array,
-        sizes: Int64Array,
+        sizes: Int64Array | None,
         rows: Int64Array | None,
         row_bytes: int,
-        uniform: bool = False,
     ):
         self._starts: Int64Array | None = starts
-        self._sizes: Int64Array | None = sizes
+        self._sizes = sizes
         self.rows = rows
         self.row_bytes = row_bytes
-        self.uniform = uniform
+        self.uniform = sizes is None
         self.single: tuple[int, int] | None = None
         if len(starts) == 1:
-            self.single = int(starts[0]), int(sizes[0])
+            self.single = int(starts[0]), row_bytes if sizes is None else int(sizes[0])
 
     @classmethod
     def one(cls, start: int, size: int, rows: Int64Array | None, row_bytes: int) -> Ranges:
@@ -99,8 +99,8 @@ class Ranges:
     def sizes(self) -> Int64Array:
         """Length of each range in bytes, int64 ``[r]``."""
         if self._sizes is None:
-            assert self.single is not None
-            self._sizes = np.array([self.single[1]])
+            size = self.row_bytes if self.single is None else self.single[1]
+            self._sizes = np.full(len(self), size)
         return self._sizes
 
     def __len__(self) -> int:
@@ -134,23 +134,29 @@ class Selection:
 
     def __init__(self, positions: Int64Array):
         self.positions = positions
-        self._breaks: Int64Array | None = None
+        self._count: int | None = None
         self._distinct: tuple[Int64Array, Int64Array, Int64Array] | None = None
         self._ascending: Int64Array | None = None
         self._span: tuple[int, int] | None = None
 
+    def _breaks(self) -> Int64Array:
+        """Return where a run of consecutive positions ends and the next begins, in order."""
+        rows = self.positions
+        breaks: Int64Array = (rows[1:] - rows[:-1] != 1).nonzero()[0] + 1
+        return breaks
+
     @property
-    def breaks(self) -> Int64Array:
-        """Where a run of consecutive positions ends and the next begins, in order."""
-        if self._breaks is None:
-            rows = self.positions
-            self._breaks = (rows[1:] - rows[:-1] != 1).nonzero()[0] + 1
-        return self._breaks
+    def count(self) -> int:
+        """How many runs of consecutive positions there are."""
+        if self._count is None:
+            self._count = len(self._breaks()) + 1
+        return self._count
 
     def runs(self) -> tuple[Int64Array, Int64Array]:
         """Return the first row and the length of each run, in order."""
-        starts = np.concatenate([_FIRST, self.breaks])
-        ends = np.append(self.breaks, len(self.positions))
+        breaks = self._breaks()
+        starts = np.concatenate([_FIRST, breaks])
+        ends = np.append(breaks, len(self.positions))
         return self.positions[starts], ends - starts
 
     @property
@@ -210,7 +216,7 @@ def plan_rows(
         return Ranges(_NONE, _NONE, None, row_bytes)
     if len(positions) == 1:
         return one_range(int(positions[0]) * row_bytes, row_bytes)
-    runs = len(selection.breaks) + 1
+    runs = selection.count
     own = len(positions) * row_bytes
     spare = own if spare is None else spare
     if runs > 1 and gather and row_bytes <= MAX_GAP_BYTES:
@@ -223,12 +229,10 @@ def plan_rows(
             return _gathered(selection, limit, row_bytes)
         if small:
             distinct, places, _ = selection.distinct
-            sizes = np.full(len(distinct), row_bytes)
-            return Ranges(distinct * row_bytes, sizes, places, row_bytes, True)
+            return Ranges(distinct * row_bytes, None, places, row_bytes)
     if runs == len(positions) or (gather and runs * 8 > len(positions) * 7):
         # Hardly a run is longer than a row: replies of one size are handled in bulk.
-        sizes = np.full(len(positions), row_bytes)
-        return Ranges(positions * row_bytes, sizes, None, row_bytes, True)
+        return Ranges(positions * row_bytes, None, None, row_bytes)
     firsts, counts = selection.runs()
     return Ranges(firsts * row_bytes, counts * row_bytes, None, row_bytes)
 

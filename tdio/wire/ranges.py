@@ -46,16 +46,18 @@ def encode_reads(reads: Iterable[RangeRead]) -> Iterator[tuple[bytes, int]]:
             yield encode_single(read, single), single[1]
             continue
         head = _head(read.key)
-        starts, sizes = read.ranges.starts, read.ranges.sizes
-        uniform = read.ranges.uniform
-        largest = read.ranges.row_bytes if uniform else int(sizes.max())
+        starts = read.ranges.starts
+        sizes = None if read.ranges.uniform else read.ranges.sizes
+        largest = read.ranges.row_bytes if sizes is None else int(sizes.max())
         per_batch = max(1, min(BATCH_COMMANDS, BATCH_BYTES // largest))
         few = min(per_batch, len(starts)) <= _PLAIN_COMMANDS
-        ends = starts + sizes - 1
         for at in range(0, len(starts), per_batch):
-            part = slice(at, at + per_batch)
-            first, last = starts[part], ends[part]
-            total = largest * len(first) if uniform else int(sizes[part].sum())
+            first = starts[at : at + per_batch]
+            if sizes is None:
+                last, total = first + (largest - 1), largest * len(first)
+            else:
+                size = sizes[at : at + per_batch]
+                last, total = first + size - 1, int(size.sum())
             if few:
                 numbers = map(_numbers, first.tolist(), last.tolist())
                 yield head + head.join(numbers), total
