@@ -361,7 +361,7 @@ def test_rebatch_refuses(produce):
         pipe.send(item(0))
         pipe.send(TensorDict(x=torch.zeros(2, 4), y=torch.zeros(2), batch_size=[2]))
 
-    with pytest.raises(EntryMismatch, match=r"rows of 'x' are \(4,\)"):
+    with pytest.raises(EntryMismatch, match=r"those of 'x' are \(4,\)"):
         list(PipeStream(produce(mixed), rebatch=3))
 
     def values(pipe):
@@ -371,6 +371,16 @@ def test_rebatch_refuses(produce):
         list(PipeStream(produce(values), rebatch=3))
     with pytest.raises(UnsupportedValue, match="batch dim"):
         list(PipeStream(produce(lambda pipe: pipe.send(TensorDict(x=torch.zeros(2)))), rebatch=3))
+
+
+def test_rebatch_names_the_producer_that_does_not_fit(produce):
+    def late(pipe):
+        time.sleep(0.5)
+        pipe.send(TensorDict(x=torch.zeros(2, 9), batch_size=[2]))
+
+    pipes = [produce(lambda pipe: pipe.send(item(0))), produce(late)]
+    with pytest.raises(EntryMismatch, match=r"^producer 2 of 2 .*: rebatch= .*'y'"):
+        list(PipeStream(*pipes, rebatch=7))
 
 
 # ---- arguments, workers

@@ -178,6 +178,8 @@ def _without_secret(state: dict[str, Any]) -> dict[str, Any]:
 class FanIn:
     """One pass: reads the pipes of a source at the same time, and hands on what comes first.
 
+    Each item that it hands on is a tensordict, and who sent it.
+
     Args:
         source: the pipes.
         device: where to receive; None: where the sender's storage was.
@@ -228,20 +230,21 @@ class FanIn:
             async with pipe:
                 if self._resume_at is not None:
                     await _agree(pipe, self._resume_at)
-                await self._hand_on(pipe, ahead)
+                await self._hand_on(pipe, ahead, who)
         except LOST as error:
             self._on_lost(who, error)
         finally:
             del self._open[number]
 
-    async def _hand_on(self, pipe: TensorDictPipe, ahead: Ahead[Any]) -> None:
+    async def _hand_on(self, pipe: TensorDictPipe, ahead: Ahead[Any], who: str) -> None:
         while True:
             into = self.spare.popleft() if self.spare else None
             try:
                 td = await pipe.arecv(into, device=self._device, keep=True)
             except EndOfStream:
                 return
-            await ahead.put(*_whole(td))
+            td, nbytes = _whole(td)
+            await ahead.put((td, who), nbytes)
 
 
 def _whole(td: Any) -> tuple[Any, int]:

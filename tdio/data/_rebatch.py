@@ -24,8 +24,10 @@ class _Batch:
         self._views = {path: slot.view(storage) for path, slot in named.items()}
         self._rows, self.filled = rows, 0
 
-    def take(self, leaves: dict[str, torch.Tensor], start: int, rows: int) -> int:
+    def take(self, leaves: dict[str, torch.Tensor], start: int, rows: int, who: str) -> int:
         """Copy rows from ``start`` on, as many of ``rows`` as there is room for; return how many.
+
+        ``who`` sent them, for errors.
 
         Raises:
             EntryMismatch: they do not fit to those that are in it.
@@ -33,13 +35,17 @@ class _Batch:
         views = self._views
         if leaves.keys() != views.keys():
             odd = sorted(leaves.keys() ^ views.keys())
-            raise EntryMismatch(f"rebatch=: only some of the tensordicts have the entries {odd}")
+            raise EntryMismatch(
+                f"{who}: rebatch= needs the same entries in all tensordicts, and only some have "
+                f"{odd}"
+            )
         for path, leaf in leaves.items():
             view = views[path]
             if leaf.shape[1:] != view.shape[1:] or leaf.dtype != view.dtype:
                 raise EntryMismatch(
-                    f"rebatch=: the rows of {path!r} are {tuple(leaf.shape[1:])} of {leaf.dtype} "
-                    f"and were {tuple(view.shape[1:])} of {view.dtype}"
+                    f"{who}: rebatch= puts rows of one kind together; those of {path!r} are "
+                    f"{tuple(leaf.shape[1:])} of {leaf.dtype} and were {tuple(view.shape[1:])} of "
+                    f"{view.dtype}"
                 )
         count = min(rows, self._rows - self.filled)
         into = slice(self.filled, self.filled + count)
@@ -61,13 +67,13 @@ class _Batch:
 
 
 def rebatch(
-    items: Iterator[Any], rows: int, skip: int = 0
+    items: Iterator[tuple[Any, str]], rows: int, skip: int = 0
 ) -> Iterator[tuple[Any, tuple[int, int]]]:
     """Yield batches of ``rows`` rows, the last one smaller, and how much was used up for each.
 
     Args:
-        items: TensorDicts ``[B, *]`` of plain CPU tensors, B of any size; each may be overwritten
-            when the next is asked for.
+        items: TensorDicts ``[B, *]`` of plain CPU tensors, B of any size, with who sent each; they
+            may be overwritten when the next is asked for.
         rows: of a batch.
         skip: so many rows of the first are left out.
 
@@ -85,7 +91,7 @@ def rebatch(
     used = 0
     while True:
         try:
-            item = next(items, None)
+            item, who = next(items, (None, ""))
         except TdioError as error:
             lost, item = error, None
         if item is None:
@@ -94,15 +100,15 @@ def rebatch(
         leaves = flat_leaves(item)
         if leaves is None or not leaves or not item.batch_size:
             raise UnsupportedValue(
-                "rebatch= regroups the rows of tensordicts with a batch dim that hold tensors on "
-                "the CPU (nested ones of the same batch size), not of "
+                f"{who}: rebatch= regroups the rows of tensordicts with a batch dim that hold "
+                "tensors on the CPU (nested ones of the same batch size), not of "
                 f"{type(item).__name__} {tuple(item.batch_size)} with {list(item.keys())}"
             )
         at, skip = skip, 0
         count = int(item.batch_size[0])
         while at < count:
             batch = batch or _Batch(item, leaves, rows)
-            at += batch.take(leaves, at, count - at)
+            at += batch.take(leaves, at, count - at, who)
             if batch.full:
                 ready, batch = batch.td, None
                 yield ready, (used, 0) if at == count else (used - 1, at)

@@ -261,28 +261,33 @@ class PipeStream(IterableDataset[Any]):
         finally:
             ahead.close()
 
-    def _received(self, ahead: Ahead[Any], fan: FanIn) -> Iterator[Any]:
+    def _received(self, ahead: Ahead[Any], fan: FanIn) -> Iterator[tuple[Any, str]]:
         recycle = not self._clone or self._rebatch is not None
         while True:
             try:
-                td = ahead.get(self._timeout_s, fan.waiting_for)
+                td, who = ahead.get(self._timeout_s, fan.waiting_for)
             except EndOfStream:
                 return
-            yield td
+            yield td, who
             if recycle:
                 fan.spare.append(td)
             del td
 
-    def _counted(self, items: Iterator[Any], begin: Position) -> Iterator[tuple[Any, Position]]:
+    def _counted(
+        self, items: Iterator[tuple[Any, str]], begin: Position
+    ) -> Iterator[tuple[Any, Position]]:
         """Yield items with the position after each."""
+        # Counted by hand: enumerate holds an item until the next one is there.
+        count = 0
         if self._rebatch is None:
-            for used, item in enumerate(items, 1):
-                yield item, Position(begin.yielded + used, 0, begin.items + used)
+            for item, _ in items:
+                count += 1
+                yield item, Position(begin.yielded + count, 0, begin.items + count)
                 del item
         else:
-            batches = regroup(items, self._rebatch, begin.rows)
-            for number, (item, (used, rows)) in enumerate(batches, 1):
-                yield item, Position(begin.yielded + used, rows, begin.items + number)
+            for item, (used, rows) in regroup(items, self._rebatch, begin.rows):
+                count += 1
+                yield item, Position(begin.yielded + used, rows, begin.items + count)
                 del item
 
     def _lose(self, who: str, error: TdioError) -> None:
