@@ -253,6 +253,18 @@ class TensorDictStore(Stored):
 
         Raises:
             EntryTooLarge: an entry is above the server's string limit; nothing was sent.
+
+        Example:
+            >>> import torch
+            >>> from tdio import TensorDictStore
+            >>> from tdio.server import embedded_server
+            >>> with embedded_server() as server:
+            ...     schema = {"obs": ((84,), torch.float32)}
+            ...     connection = server.connection_kwargs
+            ...     store = TensorDictStore.from_schema(schema, batch_size=[100], **connection)
+            ...     store[3:5] = store[3:5].apply(lambda obs: obs + 1)
+            ...     store["obs"].sum(-1)[2:5].tolist()
+            [0.0, 84.0, 84.0]
         """
         batch = tuple(batch_size) if batch_size is not None else ()
         info = StoreInfo(batch, None, "" if device is None else str(torch.device(device)))
