@@ -7,9 +7,11 @@ from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, lazy_stack, tensorclass
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
 
 from tdio import (
@@ -494,3 +496,73 @@ def test_a_loader_pins_one_storage(conn, workers):
         moved = batch.to("cuda")
         assert moved.is_consolidated() and len(storages(moved)) == 1
     store.clear_redis()
+
+
+def test_padding_values_are_exact_or_refused():
+    def padded(dtype, value, side="right"):
+        samples = [TensorDict(x=torch.ones(n).to(dtype)) for n in (1, 3)]
+        return collate_pad(samples, padding_value=value, padding_side=side)["x"][0].tolist()
+
+    for dtype, value in (
+        (torch.int64, 2**63 - 1),
+        (torch.int64, -(2**63)),
+        (torch.int64, 2**53 + 1),
+        (torch.uint64, 2**64 - 1),
+    ):
+        assert padded(dtype, value) == [1, value, value]
+        assert padded(dtype, value, "left") == [value, value, 1]
+    assert padded(torch.float32, float("-inf"))[1:] == [float("-inf")] * 2
+    assert (
+        padded(torch.float32, np.float32(2)) == padded(torch.float32, torch.tensor(2)) == [1, 2, 2]
+    )
+    for dtype, value in (
+        (torch.float16, 1e9),
+        (torch.bfloat16, 1e39),
+        (torch.float32, 10**400),
+        (torch.float8_e4m3fn, 1e9),
+        (torch.uint8, 256),
+        (torch.float32, "0"),
+    ):
+        with pytest.raises(errors.EntryMismatch, match="cannot be held by 'x'"):
+            padded(dtype, value)
+
+
+class _Copies(TorchDispatchMode):
+    """Counts copies to another device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += "_to_copy" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("how", [collate_lazy, collate_pad, collate_nested])
+@pytest.mark.parametrize("sent", [False, True])
+def test_to_another_device_is_one_copy(how, dtype, sent):
+    samples = [
+        TensorDict(a=torch.ones(n, 2), b=torch.ones(n).to(dtype), c=torch.tensor(n), d=f"{n}")
+        for n in (2, 1, 3)
+    ]
+    batch = how(samples)
+    if sent:
+        batch = pickle.loads(bytes(ForkingPickler.dumps(batch)))
+    with _Copies() as copies:
+        moved = batch.to("meta", non_blocking=True)
+    assert copies.count == 1 and moved.device == torch.device("meta") and batch.device is None
+    assert type(moved) is type(batch) and moved.batch_size == batch.batch_size
+    if how is collate_nested:
+        assert moved["a"].is_nested and moved["a"].values().shape == (6, 2)
+        assert moved["b"].dtype == dtype and moved["d"] == batch["d"]
+        return
+    for got, want in zip(moved.unbind(0), batch.unbind(0), strict=True):
+        assert got["a"].shape == want["a"].shape and got["b"].dtype == dtype
+        assert got["d"] == want["d"]
+
+
+def test_a_view_of_much_else_is_not_moved_with_it():
+    large = torch.zeros(1000, 8)
+    stack = collate_lazy(lazy_stack([TensorDict(x=large[i, : i + 1]) for i in range(4)]))
+    moved = stack.to("meta")
+    assert [td["x"].untyped_storage().nbytes() for td in moved.unbind(0)] == [4, 8, 12, 16]

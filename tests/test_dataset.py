@@ -3,6 +3,7 @@
 import gc
 import os
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
@@ -162,3 +163,25 @@ def test_collate():
     assert [t["x"].shape for t in mixed.tensordicts] == [(1,), (2,)]
     with pytest.raises(TypeError):
         tensordict_collate([1])
+
+
+def test_arguments_are_checked_before_anything_is_opened():
+    nowhere = {"td_id": "x", "host": "localhost", "port": 1}
+    for options in ({"cache": "memmap"}, {"cache": True}, {"stride": 2}, {"window": 0}):
+        with pytest.raises((TypeError, ValueError), match=next(iter(options))):
+            StoreDataset(**nowhere, **options)
+    with pytest.raises(TypeError, match="a TensorDict is not a store of tdio: upload it"):
+        StoreDataset(TensorDict(x=torch.ones(2), batch_size=[2]))
+
+
+def test_what_is_no_batch(conn):
+    data = TensorDict(x=torch.zeros(4), y=torch.zeros(4), batch_size=[4])
+    store = TensorDictStore.from_tensordict(data, **conn)
+    dataset = StoreDataset(td_id=store.td_id, **conn)
+    for wrong in ([1.5], np.array([2**64 - 1], np.uint64), 3, [[1]]):
+        with pytest.raises(errors.InvalidIndex, match=f"{store.td_id}.*batch_sampler="):
+            dataset.__getitems__(wrong)
+    with pytest.raises(errors.IndexOutOfRange, match=store.td_id):
+        dataset[10**6]
+    with pytest.raises(TypeError, match="keys="):
+        StoreDataset(td_id=store.td_id, keys="xy", **conn)

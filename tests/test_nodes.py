@@ -3,14 +3,16 @@
 import json
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, lazy_stack
 from torchdata.nodes import Batcher, Loader, Mapper, Prefetcher, Unbatcher
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tdio import StoreBatchSampler, StoreDataset, StoreReader, TensorDictStore, errors
 from tdio.testing import run_node_resume_test, run_resume_test
+from tdio.testing.resume import same
 
 N, BATCH = 103, 10
 
@@ -213,3 +215,33 @@ def test_a_source_that_does_not_resume_is_caught():
 
     with pytest.raises(AssertionError, match="holds a Tensor"):
         run_resume_test(Hoarder)
+
+
+def test_items_are_the_same_to_the_bit():
+    nan = torch.tensor([float("nan"), 1.0])
+    jagged = torch.nested.nested_tensor_from_jagged(torch.ones(3), torch.tensor([0, 1, 3]))
+    other = torch.nested.nested_tensor_from_jagged(torch.ones(3), torch.tensor([0, 2, 3]))
+    ragged = lazy_stack([TensorDict(x=torch.ones(n)) for n in (1, 2)])
+    alike = [
+        (nan, nan.clone()),
+        (jagged, jagged.clone()),
+        (ragged, ragged.clone()),
+        (TensorDict(x=nan, t="a"), TensorDict(x=nan, t="a")),
+        ({"a": [nan, 1]}, {"a": (nan, 1)}),
+        (np.array([np.nan]), np.array([np.nan])),
+    ]
+    assert all(same(a, b) for a, b in alike)
+    differ = [
+        (nan, nan.double()),
+        (jagged, other),
+        (jagged, torch.ones(3)),
+        (ragged, lazy_stack([TensorDict(x=torch.ones(n)) for n in (1, 3)])),
+        (TensorDict(x=nan, t="a"), TensorDict(x=nan, t="b")),
+        (TensorDict(x=torch.ones(1)), TensorDict(x=torch.ones(1, dtype=torch.int64))),
+        (TensorDict(x=nan), TensorDict(x=nan, y=nan)),
+        (TensorDict(x=nan), {"x": nan}),
+        ({"a": nan}, {"b": nan}),
+        (np.ones(2), np.ones(2, np.float32)),
+        ([nan], [nan, nan]),
+    ]
+    assert not any(same(a, b) or same(b, a) for a, b in differ)

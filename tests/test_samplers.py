@@ -43,6 +43,7 @@ blocks = st.none() | st.integers(1, 50)
 @given(sizes, st.booleans(), blocks, st.integers(0, 5), st.integers(0, 2**40))
 def test_exact_gives_each_row_once(size, shuffle, block_rows, epoch, seed):
     rows, batch_size, world = size
+    block_rows = block_rows if shuffle else None
     settings = {"shuffle": shuffle, "block_rows": block_rows, "epoch": epoch, "seed": seed}
     try:
         samplers = ranks(rows, batch_size, world, **settings)
@@ -181,12 +182,29 @@ def test_a_state_of_something_else_is_refused(field):
         sampler.load_state_dict({})
 
 
+def test_a_rank_is_not_guessed(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ValueError, match="pass rank=, or set RANK"):
+        StoreBatchSampler(10, 2, num_replicas=3)
+    monkeypatch.setenv("WORLD_SIZE", "many")
+    with pytest.raises(ValueError, match="WORLD_SIZE and RANK say 'many'"):
+        StoreBatchSampler(10, 2)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "5")
+    with pytest.raises(ValueError, match="WORLD_SIZE and RANK say rank=5"):
+        StoreBatchSampler(10, 2)
+    monkeypatch.setenv("RANK", "1")
+    assert StoreBatchSampler(10, 2).rank == 1
+    with pytest.raises(errors.StateMismatch, match="None is no state"):
+        StoreBatchSampler(10, 2).load_state_dict(None)
+
+
 def test_bad_arguments():
     for kwargs in (
         {"drop_last": True, "pad": True}, {"seed": -1}, {"epoch": -1}, {"block_rows": 0}, {"rank": 2, "num_replicas": 2},
         {"num_replicas": 11, "rank": 0}, {"seed": 1.5}, {"seed": 2**63}, {"epoch": "1"},
         {"block_rows": 2.0}, {"num_replicas": 0, "rank": 0}, {"num_replicas": 1.5, "rank": 0},
-        {"rank": 0.5},
+        {"rank": 0.5}, {"block_rows": 8},
     ):  # fmt: skip
         with pytest.raises(ValueError, match=next(iter(kwargs))):
             StoreBatchSampler(10, 4, **kwargs)

@@ -432,3 +432,42 @@ def test_the_empty_key_is_no_entry(conn):
     with pytest.raises(KeyError):
         store[""]
     assert store.get("", None) is None
+
+
+def test_elements_of_batch_sizes_of_their_own(conn):
+    """Rollouts of shape [T]: the dims in which they differ are no batch dims of the store."""
+    local = lazy_stack(
+        [
+            TensorDict(
+                obs=torch.randn(n, 4),
+                deep=TensorDict(z=torch.randn(n, 2), batch_size=[n]),
+                word=f"{n}",
+                batch_size=[n],
+            )
+            for n in (3, 4, 0)
+        ]
+    )
+    for store in stored(local, conn):
+        assert store.batch_size == (3,)
+        whole = store[:]
+        for i, want in enumerate(local.tensordicts):
+            for got in (store[i].to_tensordict(), whole[i]):
+                assert got.batch_size == () and got["deep"].batch_size == want.batch_size
+                assert torch.equal(got["obs"], want["obs"]) and got["word"] == want["word"]
+                assert torch.equal(got["deep", "z"], want["deep", "z"])
+    store[1] = local.tensordicts[0]
+    assert torch.equal(store[1]["obs"], local.tensordicts[0]["obs"])
+
+
+def test_elements_whose_batch_sizes_agree_in_part(conn):
+    local = lazy_stack([TensorDict(a=torch.randn(2, n, 3), batch_size=[2, n]) for n in (3, 4)], 1)
+    local.names = ["a", "b", "c"]
+    for store in stored(local, conn):
+        assert store.batch_size == (2, 2) and store.names == ["a", "b"]
+        for i in range(2):
+            assert torch.equal(store[:, i]["a"], local.tensordicts[i]["a"])
+    differ = lazy_stack([TensorDict(a=torch.randn(n), batch_size=[n]) for n in (3, 4)], 1)
+    with pytest.raises(
+        errors.EntryMismatch, match=r"\[3\] and \[4\], which differ before stack_dim=1"
+    ):
+        stored(differ, conn)

@@ -387,12 +387,13 @@ def test_rebatch_names_the_producer_that_does_not_fit(produce):
 
 
 def test_arguments():
-    for options in ({"prefetch": 0}, {"rebatch": 0}, {"max_items": 0}, {"on_lost": "stop"}):
+    bad = ({"prefetch": 0}, {"rebatch": 0}, {"max_items": 0}, {"on_lost": "stop"})
+    for options in (*bad, {"prefetch": 1.5}, {"timeout": -1}):
         with pytest.raises(ValueError, match=next(iter(options))):
             PipeStream.connect("localhost", 1, **options)
     with pytest.raises(ValueError, match="producers"):
         PipeStream.serve(0, producers=0)
-    with pytest.raises(ValueError, match="pipes is 0"):
+    with pytest.raises(ValueError, match="pipes=0"):
         PipeStream()
     for wrong in ([], ["a pipe"], "localhost:1", 1):
         with pytest.raises(TypeError, match="PipeStream.connect"):

@@ -218,6 +218,14 @@ def test_workers(server, tmp_path, workers, context):
     assert done.returncode == 0, done.stderr
 
 
+def test_memory_that_is_received_into_again_does_not_leave_a_worker(server):
+    """The worker is ahead of the trainer, which would see later items in earlier ones."""
+    stream = PipeStream.connect(HOST, server(5, False), clone=False)
+    loader = DataLoader(stream, batch_size=None, num_workers=1, multiprocessing_context="spawn")
+    with pytest.raises(ValueError, match="clone=False"):
+        list(loader)
+
+
 def test_serving_workers_do_not_share_a_port():
     loader = DataLoader(
         PipeStream.serve(0), batch_size=None, num_workers=2, multiprocessing_context="fork"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
+import tracemalloc
 from functools import partial
 
 import pytest
@@ -464,3 +465,73 @@ def test_what_was_read_before_is_not_what_another_handle_made_of_it(conn, ragged
         assert "new" not in reads()[5]
     one.close()
     two.close()
+
+
+def test_a_read_that_is_done_again_lets_go_of_the_first_attempt(conn):
+    """Somebody else's write costs a round trip, and not the memory of another batch."""
+    data = TensorDict(x=torch.zeros(3000, 1000), y=torch.zeros(3000), batch_size=[3000])
+    store = TensorDictStore.from_tensordict(data, **conn)
+    other = open_store(td_id=store.td_id, **conn)
+    index = torch.randperm(3000)[:1500]
+
+    def peak():
+        tracemalloc.start()
+        store[index]
+        found = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return found
+
+    peak()
+    calm = peak()
+    other[0] = data[0]
+    assert peak() < 1.2 * calm
+
+
+def test_a_read_of_many_tiny_leaves_takes_memory_for_two_of_them(conn):
+    """Rows lie close together, so that what is between them is read: 60 bytes for each."""
+    count = 6_000_000
+    leaves = {f"k{i}": torch.zeros(count, dtype=torch.uint8) for i in range(12)}
+    with TensorDictStore.from_tensordict(TensorDict(leaves, batch_size=[count]), **conn) as store:
+        store[:2]
+        tracemalloc.start()
+        got = store[::60]
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert len(got) == 100_000 and peak < 3 * count
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_a_key_that_another_handle_deleted_is_one_that_is_not_there(conn, cache):
+    data = TensorDict(a=torch.zeros(4), extra=torch.ones(4), batch_size=[4])
+    one = TensorDictStore.from_tensordict(data, **conn)
+    stores = [open_store(td_id=one.td_id, cache_metadata=cache, **conn) for _ in range(3)]
+    for store in stores:
+        store["extra"]
+    one.del_("extra")
+    assert stores[0].get("extra", None) is None
+    assert stores[1].get_at("extra", 1, None) is None
+    stores[2].update(TensorDict(a=torch.ones(4), extra=torch.full((4,), 2.0), batch_size=[4]))
+    assert stores[2]["extra"].tolist() == [2.0] * 4 and one["a"].tolist() == [1.0] * 4
+    with pytest.raises(KeyError):
+        one["gone"]
+
+
+def test_an_entry_that_is_deleted_while_a_read_plans_is_left_out(conn):
+    """Without a cache a read looks at the keys, then at each entry: one may go between."""
+    data = TensorDict(a=torch.zeros(4), b=torch.ones(4), batch_size=[4])
+    one = TensorDictStore.from_tensordict(data, **conn)
+    store = open_store(td_id=one.td_id, cache_metadata=False, **conn)
+    operation, number = reading(store._handle, None, slice(None)), 0
+    client = store._handle.client
+    request = next(operation)
+    with pytest.raises(StopIteration) as ended:
+        while True:
+            number += 1
+            if number == 2:
+                one.del_("b")
+
+            def once(request=request):
+                return (yield request)
+
+            request = operation.send(client.read(once))
+    assert set(ended.value.value.keys()) == {"a"}

@@ -128,13 +128,31 @@ def test_windows_in_a_loader(store, conn, workers):
     assert rows == len(dataset)
 
 
+@pytest.mark.parametrize("index", [slice(0, 0), slice(2, 40), 7, [30, 0, 0]], ids=str)
+def test_windows_come_with_the_text_of_their_element(conn, index):
+    local = episodes([9, 0, 30])
+    for i, episode in enumerate(local):
+        episode["task"] = f"task {i}"
+        episode["deep", "all"] = "same"
+    store = TensorDictStore.from_tensordict(lazy_stack(local), **conn)
+    dataset = StoreDataset(td_id=store.td_id, window=4, stride=1, **conn)
+    wanted = [task for task, n in (("task 0", 6), ("task 2", 27)) for _ in range(n)]
+    got = dataset.__getitems__(index) if isinstance(index, list) else dataset[index]
+    chosen = [wanted[i] for i in index] if isinstance(index, list) else wanted[index]
+    if isinstance(index, int):
+        assert got["task"] == chosen and got["deep", "all"] == "same"
+        return
+    assert list(got["task"]) == chosen and len(got) == len(chosen)
+    assert [row["deep", "all"] for row in got] == ["same"] * len(chosen)
+
+
 def test_what_has_no_windows(store, conn, caplog):
     for kwargs, error in (
-        ({"window": 0}, errors.InvalidIndex),
-        ({"window": 4, "stride": 0}, errors.InvalidIndex),
-        ({"window": 2.5}, errors.InvalidIndex),
-        ({"window": "3"}, errors.InvalidIndex),
-        ({"window": 4, "stride": 1.5}, errors.InvalidIndex),
+        ({"window": 0}, ValueError),
+        ({"window": 4, "stride": 0}, ValueError),
+        ({"window": 2.5}, ValueError),
+        ({"window": "3"}, ValueError),
+        ({"window": 4, "stride": 1.5}, ValueError),
         ({"window": 4, "key": "nope"}, errors.EntryNotFound),
         ({"window": 4, "key": "obs"}, errors.EntryMismatch),
         ({"window": 4, "key": "level", "keys": ["level"]}, errors.InvalidIndex),

@@ -205,7 +205,8 @@ class FanIn:
         """Say who has not sent the end of its stream."""
         texts = list(self._open.values())
         if missing := self._source.count - self._came:
-            texts.append(f"{missing} of {self._source.count} not connected")
+            at = f" at port {self._source.port}" if self._source.port else ""
+            texts.append(f"{missing} of {self._source.count} not connected{at}")
         return ", ".join(texts) or "nobody is left"
 
     async def run(self, ahead: Ahead[Any]) -> None:

@@ -1,12 +1,13 @@
 """A batch as one storage: making it so, pinning it, sending it from a worker to the trainer.
 
-Three hooks are installed on import, each where torch or tensordict looks such things up:
+Four hooks are installed on import, each where torch or tensordict looks such things up:
 
 - ``TensorDict.pin_memory`` of a consolidated batch pins its one storage. tensordict's own method
   pins leaf by leaf and returns a batch that is no longer consolidated; a ``DataLoader`` with
   ``pin_memory=True`` calls this method and nothing else, so there is no other place for it.
 - ``LazyStackedTensorDict.pin_memory`` does the same for a ragged batch, as the first does for one
   with dtypes that tensordict cannot rebuild, float8.
+- ``to`` of such a batch, whose leaves share one storage, copies that to the device, and no leaf.
 - ``ForkingPickler`` sends a ragged batch as one storage and what else it holds: shapes, batch
   sizes, names, classes, entries that are no tensors. tensordict sends each leaf of each element:
   1,024 descriptors for 256 elements of 4 leaves, and 0.8 s. So it sends a batch with float8.
@@ -21,7 +22,6 @@ import math
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -37,11 +37,13 @@ def one_storage(batch: Any) -> Any:
     """Return ``batch`` with its leaves in one storage.
 
     Args:
-        batch: a TensorDict or tensorclass, any batch size.
+        batch: a TensorDict, tensorclass or lazy stack, any batch size.
 
     Returns:
-        ``batch`` itself where it is consolidated already, else a copy.
+        ``batch`` itself where it has one storage already, else a copy.
     """
+    if isinstance(batch, LazyStackedTensorDict):
+        return batch if _is_one_storage(batch) else _gathered(batch, lambda tensor: tensor)
     if is_rebuildable(batch._tensordict if is_tensorclass(batch) else batch):
         return batch
     leaves = flat_leaves(batch)
@@ -183,7 +185,8 @@ class _Skeleton(ForkingPickler):
         }
 
     def persistent_id(self, value: Any) -> int | None:
-        if not isinstance(value, torch.Tensor):
+        # A jagged tensor is taken apart by its own reduction.
+        if not isinstance(value, torch.Tensor) or value.is_nested:
             return None
         number = self._numbers.setdefault(id(value), len(self.found))
         if number == len(self.found):
@@ -256,20 +259,74 @@ def _numbered(leaves: dict[int, torch.Tensor]) -> tuple[torch.Tensor, list[Run]]
     return storage, [replace(run, numbers=[numbers[n] for n in run.numbers]) for run in runs]
 
 
-def _gathered(batch: Any, move: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return ``batch`` with its plain leaves in one storage, which ``move`` makes of the copy."""
+def _gathered(batch: Any, move: Callable[[torch.Tensor], torch.Tensor], **options: Any) -> Any:
+    """Return ``batch`` with its plain leaves in one storage, which ``move`` makes of theirs.
+
+    They are copied into one first where they are not in one.
+    """
     leaves: list[torch.Tensor] = []
     batch.apply(leaves.append, filter_empty=True)
-    plain = {n: x for n, x in enumerate(leaves) if type(x) is torch.Tensor and _plain(x)}
-    storage, runs = _numbered(plain)
-    moved = scatter(move(storage), runs)
-    numbers = count()
+    parts = [_parts(leaf) for leaf in leaves]
+    moved = iter(_moved([x for some in parts for x in some if _is_simple(x)], move))
+    made = iter(
+        [
+            _joined(leaf, [next(moved) if _is_simple(x) else move(x) for x in some])
+            for leaf, some in zip(leaves, parts, strict=True)
+        ]
+    )
+    return batch.apply(lambda leaf: next(made), filter_empty=False, **options)
 
-    def place(leaf: torch.Tensor) -> torch.Tensor:
-        number = next(numbers)
-        return moved[number] if number in moved else move(leaf)
 
-    return batch.apply(place, filter_empty=False)
+def _is_simple(part: torch.Tensor) -> bool:
+    return type(part) is torch.Tensor and _plain(part)
+
+
+def _moved(
+    leaves: Sequence[torch.Tensor], move: Callable[[torch.Tensor], torch.Tensor]
+) -> list[torch.Tensor]:
+    if not leaves:
+        return []
+    if not _share(leaves):
+        copy, runs = gather(leaves)
+        placed = scatter(move(copy), runs)
+        return [placed[number] for number in range(len(leaves))]
+    whole = torch.empty(0, dtype=torch.uint8).set_(leaves[0].untyped_storage())
+    storage = move(whole).untyped_storage()
+    return [
+        torch.empty(0, dtype=leaf.dtype, device=storage.device).set_(
+            storage, leaf.storage_offset(), leaf.shape, leaf.stride()
+        )
+        for leaf in leaves
+    ]
+
+
+def _share(leaves: Sequence[torch.Tensor]) -> bool:
+    """Whether leaves are in one storage that holds little else."""
+    own = leaves[0].untyped_storage()
+    at, nbytes = own.data_ptr(), sum(leaf.nbytes for leaf in leaves)
+    return 2 * nbytes >= own.nbytes() and all(
+        leaf.untyped_storage().data_ptr() == at for leaf in leaves
+    )
+
+
+def _parts(leaf: torch.Tensor) -> list[torch.Tensor]:
+    """Return the plain tensors that a leaf consists of: a jagged one of several."""
+    if not leaf.is_nested or leaf.layout is not torch.jagged:
+        return [leaf]
+    nested: Any = leaf
+    return [
+        part for part in (nested.values(), nested.offsets(), nested.lengths()) if part is not None
+    ]
+
+
+def _joined(leaf: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    if not leaf.is_nested or leaf.layout is not torch.jagged:
+        return parts[0]
+    nested: Any = leaf
+    values, offsets, *lengths = parts
+    return torch.nested.nested_tensor_from_jagged(
+        values, offsets, lengths[0] if lengths else None, jagged_dim=nested._ragged_idx
+    )
 
 
 # ---- pinning
@@ -291,7 +348,34 @@ def _pinning(original: Callable[..., Any]) -> Callable[..., Any]:
     return pin_memory
 
 
+def _moving(original: Callable[..., Any]) -> Callable[..., Any]:
+    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the batch on a device, or as what else is asked for; one storage is one copy."""
+        device = args[0] if args else kwargs.get("device")
+        alone = len(args) + ("device" in kwargs) == 1 and kwargs.keys() <= {
+            "device",
+            "non_blocking",
+        }
+        if alone and isinstance(device, (str, int, torch.device)) and _is_one_storage(self):
+            target, non_blocking = torch.device(device), bool(kwargs.get("non_blocking"))
+            return _gathered(self, lambda x: x.to(target, non_blocking=non_blocking), device=target)
+        return original(self, *args, **kwargs)
+
+    return to
+
+
+def _is_one_storage(batch: Any) -> bool:
+    """Whether tensordict would copy leaf by leaf what is in one storage."""
+    if type(batch) is TensorDict and (is_rebuildable(batch) or _has_known_dtypes(batch)):
+        return False
+    leaves: list[torch.Tensor] = []
+    batch.apply(leaves.append, filter_empty=True)
+    parts = [part for leaf in leaves for part in _parts(leaf)]
+    return bool(parts) and all(map(_is_simple, parts)) and _share(parts)
+
+
 for _kind in (TensorDict, LazyStackedTensorDict):
     setattr(_kind, "pin_memory", _pinning(_kind.pin_memory))  # noqa: B010
+    setattr(_kind, "to", _moving(_kind.to))  # noqa: B010
 ForkingPickler.register(LazyStackedTensorDict, _reduce_stack)
 ForkingPickler.register(TensorDict, _reduce_plain)

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from tdio._td import LazyStackedTensorDict, TensorDict, build, consolidated
-from tdio.errors import CacheUnavailable, InvalidIndex
+from tdio.errors import CacheUnavailable, InvalidIndex, UnsupportedValue
 from tdio.layout.buffers import allocate, pack
 from tdio.layout.index import select
 from tdio.layout.spec import Int64Array, LeafSpec
@@ -32,7 +32,7 @@ from tdio.store.handle import Handle
 from tdio.store.reader import read
 from tdio.store.shape import Frame, levels_at
 from tdio.store.version import current_version
-from tdio.store.windows import tensors_only
+from tdio.store.windows import tensors_of
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 #: How often one read begins anew because the store was written to meanwhile. A read that still
@@ -86,7 +86,13 @@ class RowCache:
     def _open(self, version: bytes) -> None:
         """Map the files of this version of the store, made anew where they are missing."""
         self.version = version
-        self.specs = tensors_only(self.handle.specs(self.paths), str(self.handle.location))
+        found = self.handle.specs(self.paths)
+        self.specs = tensors_of(found)
+        if odd := sorted(found.keys() - self.specs.keys()):
+            raise UnsupportedValue(
+                f"{self.handle.location}: the entry {odd[0]!r} is not a tensor, which cache= does "
+                "not keep; leave it out with keys="
+            )
         self.kept = self._fitting()
         home = self.directory / _digest(str(self.handle.location), *sorted(self.paths))
         boot = _BOOT.read_text() if _BOOT.exists() else ""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import (
     LazyStackedTensorDict,
@@ -136,9 +138,11 @@ def collate_lazy(batch: Any) -> Any:
         >>> [element["x"].shape[0] for element in batch.unbind(0)]
         [2, 5]
     """
-    if is_tensor_collection(batch):
-        return batch if isinstance(batch, LazyStackedTensorDict) else one_storage(batch)
-    return LazyStackedTensorDict.lazy_stack(samples_of(batch), 0)
+    if isinstance(batch, LazyStackedTensorDict):
+        return batch
+    if not is_tensor_collection(batch):
+        batch = LazyStackedTensorDict.lazy_stack(samples_of(batch), 0)
+    return one_storage(batch)
 
 
 def collate_pad(
@@ -206,11 +210,10 @@ def collate_pad(
             return torch.stack(leaves)
         sizes[path] = torch.tensor([leaf.shape[inner] for leaf in leaves])
         value, side = _setting(padding_value, path, 0), _setting(padding_side, path, "right")
-        _check_value(path, leaves[0].dtype, value)
-        # pad_sequence pads dim 0 of each sample.
+        value = _checked_value(path, leaves[0].dtype, value)
+        # dim 0 of each sample is padded.
         moved = [leaf.movedim(inner, 0) for leaf in leaves]
-        padded = pad_sequence(moved, batch_first=True, padding_value=value, padding_side=side)
-        return padded.movedim(1, inner + 1)
+        return _padded(moved, value, side).movedim(1, inner + 1)
 
     check_rest(samples, chosen, inner)
     out = _combine(samples, chosen, combine)
@@ -284,16 +287,40 @@ def _check_settings(values: Any, sides: Any, chosen: set[str]) -> None:
             raise ValueError(f"padding_side is {side!r}; it must be 'left' or 'right'")
 
 
-def _check_value(path: str, dtype: torch.dtype, value: Any) -> None:
-    """Raise EntryMismatch for a padding value that an entry cannot hold."""
-    if dtype.is_floating_point or dtype.is_complex:
-        fits = isinstance(value, (int, float))
+def _checked_value(path: str, dtype: torch.dtype, value: Any) -> Any:
+    """Return a padding value as a number of Python.
+
+    Raises:
+        EntryMismatch: the entry cannot hold it.
+    """
+    number = value.item() if isinstance(value, (np.generic, torch.Tensor)) else value
+    if not isinstance(number, (int, float)):
+        fits = False
+    elif dtype.is_floating_point or dtype.is_complex:
+        fits = number in (math.inf, -math.inf) or not abs(number) > torch.finfo(dtype).max
     else:
         limits = (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
-        fits = isinstance(value, (int, float)) and limits[0] <= value <= limits[1]
-        fits = fits and value == int(value)
+        fits = limits[0] <= number <= limits[1] and number == int(number)
     if not fits:
         raise EntryMismatch(f"padding_value={value!r} cannot be held by {path!r}, which is {dtype}")
+    return number
+
+
+#: Above this pad_sequence, which takes a float, would pad with another number.
+_EXACT = 2**53
+
+
+def _padded(rows: list[torch.Tensor], value: Any, side: str) -> torch.Tensor:
+    if not isinstance(value, int) or abs(value) <= _EXACT:
+        return pad_sequence(rows, batch_first=True, padding_value=value, padding_side=side)
+    padded = pad_sequence(rows, batch_first=True, padding_side=side)
+    counts = torch.tensor([len(row) for row in rows]).unsqueeze(1)
+    steps = torch.arange(padded.shape[1])
+    beyond = (steps.flip(0) if side == "left" else steps) >= counts
+    beyond = beyond.view(*beyond.shape, *(1,) * (padded.ndim - 2))
+    # As int64 in any case: torch fills no uint64.
+    padded.view(torch.int64).masked_fill_(beyond, value - (1 << 64) * (value >= 1 << 63))
+    return padded
 
 
 def _setting(given: Any, path: str, default: Any) -> Any:

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from tensordict import is_tensor_collection
+from tensordict import is_tensor_collection, is_tensorclass
 from torch.utils.data import Dataset
 
+from tdio.data.arguments import whole
 from tdio.data.cache import RowCache
 from tdio.data.collate import tensordict_collate
 from tdio.data.windows import Windows
@@ -60,7 +61,11 @@ class StoreDataset(Dataset[Any]):
         CacheUnavailable: ``cache_dir`` has no space, or may not be written.
         StoreNotFound: no such store.
         EntryNotFound: a key of ``keys`` that the store does not have.
-        InvalidIndex: a store without batch dims.
+        InvalidIndex: a store without batch dims; entries that have no steps to take windows of.
+        EntryMismatch: entries whose numbers of steps differ, or a ragged one that ``key`` leaves
+            out.
+        UnsupportedValue: ``cache=`` of an entry that is no tensor.
+        TypeError, ValueError: arguments that do not go together; nothing was opened.
 
     Example:
         >>> import torch
@@ -97,37 +102,44 @@ class StoreDataset(Dataset[Any]):
             raise TypeError("pass either an open store or td_id=")
         if isinstance(store, str):
             raise TypeError(f"an id is passed by name: td_id={store!r}")
+        if store is not None and connection:
+            raise TypeError(
+                f"the arguments {sorted(connection)} come with td_id=, not with an open store"
+            )
+        _check_cache(cache, cache_dir, cache_bytes, window)
+        if window is None and (stride is not None or key is not None):
+            raise TypeError("stride= and key= come with window=")
+        if window is not None:
+            window = whole("window", window, 1)
+            stride = window if stride is None else whole("stride", stride, 1)
         if store is None:
             assert td_id is not None
             store = open_store(td_id=td_id, **connection)
-        elif connection:
-            raise TypeError(f"{sorted(connection)} come with td_id=, not with an open store")
         # A tensorclass wraps its store.
-        store = getattr(store, "_tensordict", store)
-        if not isinstance(store, (TensorDictStore, LazyStackedTensorDictStore)):
-            raise TypeError(f"{type(store).__name__} is not a store of tdio")
+        inner: Any = store._tensordict if is_tensorclass(store) else store
+        if not isinstance(inner, (TensorDictStore, LazyStackedTensorDictStore)):
+            raise TypeError(
+                f"a {type(store).__name__} is not a store of tdio: upload it with "
+                "TensorDictStore.from_tensordict"
+            )
+        store = inner
         self._handle = store._handle
         self._prefix = store._prefix
         self._device = torch.device(device) if device is not None else store.device
         self._paths = self._resolve(keys)
         self.transform = transform
         if not self._handle.info.batch:
-            raise InvalidIndex(f"{self._handle.location} has no batch dims, so it has no elements")
+            raise InvalidIndex(
+                f"{self._handle.location} has no batch dims, so it has no elements; upload it with "
+                "batch_size=[N]"
+            )
         self._handle.specs(self._paths)
         self._windows: Windows | None = None
         self._cache: RowCache | None = None
-        if cache is not None and cache != "memmap":
-            raise ValueError(f'cache={cache!r}: there is only cache="memmap", or None for no cache')
-        if cache is not None and cache_dir is None:
-            raise TypeError('cache="memmap" needs cache_dir=, a directory on a local disk')
-        if cache is not None and window is not None:
-            raise TypeError("cache= keeps whole elements, so it does not come with window=")
-        if cache is None and (cache_dir is not None or cache_bytes is not None):
-            raise TypeError('cache_dir= and cache_bytes= come with cache="memmap"')
-        if window is None and (stride is not None or key is not None):
-            raise TypeError("stride= and key= come with window=")
         if window is not None:
-            self._windows = Windows(self._handle, self._paths, window, stride, key, self._prefix)
+            self._windows = Windows(
+                self._handle, self._paths, window, stride or window, key, self._prefix
+            )
             if not len(self._windows):
                 log.warning(
                     "%s has no windows: none of its elements has %d steps",
@@ -139,6 +151,8 @@ class StoreDataset(Dataset[Any]):
 
     def _resolve(self, keys: Sequence[str | tuple[str, ...]] | None) -> list[str]:
         known = below(self._handle.known(), self._prefix)
+        if isinstance(keys, str):
+            raise TypeError(f"keys= is a list of keys: keys=[{keys!r}]")
         if keys is None:
             chosen = known
         else:
@@ -156,7 +170,7 @@ class StoreDataset(Dataset[Any]):
     @property
     def td_id(self) -> str:
         """The id of the store."""
-        return self._handle.names.td_id
+        return str(self._handle.names.td_id)
 
     @property
     def ragged_keys(self) -> list[Key]:
@@ -190,7 +204,7 @@ class StoreDataset(Dataset[Any]):
                     f"{index!r} is not a whole number or a slice; __getitems__ takes a list of them"
                 ) from None
             if not -len(self) <= index < len(self):
-                raise IndexOutOfRange(f"index {index} of a dataset of {len(self)} elements")
+                raise self._outside(index)
         return self._read(index)
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
@@ -209,8 +223,13 @@ class StoreDataset(Dataset[Any]):
             UnsupportedValue: ``transform`` returned something else than a tensordict.
         """
         positions = np.asarray(indices)
-        if positions.ndim != 1 or (len(positions) and positions.dtype.kind not in "iu"):
-            raise InvalidIndex("a batch is asked for by a list of whole numbers")
+        good = positions.ndim == 1 and (not len(positions) or positions.dtype.kind in "iu")
+        if not good or (positions.dtype == np.uint64 and (positions >> np.uint64(63)).any()):
+            raise InvalidIndex(
+                f"a batch of {self._handle.location} is asked for by a list of whole numbers, not "
+                f"by {str(indices)[:80]}; a StoreBatchSampler, whose items are such lists, is "
+                "given to a DataLoader as batch_sampler="
+            )
         batch = self._read(torch.from_numpy(positions.astype(np.int64, copy=False)))
         if self.transform is not None and not is_tensor_collection(batch):
             raise UnsupportedValue(
@@ -245,8 +264,14 @@ class StoreDataset(Dataset[Any]):
         count = len(self)
         bad = np.flatnonzero((positions < -count) | (positions >= count))
         if len(bad):
-            raise IndexOutOfRange(f"index {positions[bad[0]]} of a dataset of {count} elements")
+            raise self._outside(int(positions[bad[0]]))
         return np.where(positions < 0, positions + count, positions)
+
+    def _outside(self, index: int) -> IndexOutOfRange:
+        return IndexOutOfRange(
+            f"index {index} of a dataset of {len(self)} elements ({self._handle.location}); a "
+            "sampler is made anew when the dataset is"
+        )
 
     #: Returns a ready batch unchanged and stacks a list.
     collate_fn = staticmethod(tensordict_collate)
@@ -257,3 +282,14 @@ class StoreDataset(Dataset[Any]):
 
     def __repr__(self) -> str:
         return f"StoreDataset({len(self)} elements, {self._handle.location}, keys={self._paths})"
+
+
+def _check_cache(cache: str | None, cache_dir: Any, cache_bytes: Any, window: Any) -> None:
+    if cache is not None and cache != "memmap":
+        raise ValueError(f'cache={cache!r}: there is only cache="memmap", or None for no cache')
+    if cache is not None and cache_dir is None:
+        raise TypeError('cache="memmap" needs cache_dir=, a directory on a local disk')
+    if cache is not None and window is not None:
+        raise TypeError("cache= keeps whole elements, so it does not come with window=")
+    if cache is None and (cache_dir is not None or cache_bytes is not None):
+        raise TypeError('cache_dir= and cache_bytes= come with cache="memmap"')

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sized
-from operator import index
 from typing import Any, TypeVar
 
 import numpy as np
 import torch.distributed as dist
 from torch.utils.data import Sampler
 
+from tdio.data.arguments import END, whole
 from tdio.data.order import epoch_order, share, step_sizes
 from tdio.errors import StateMismatch
 from tdio.layout.spec import Int64Array
@@ -18,8 +18,6 @@ from tdio.layout.spec import Int64Array
 T = TypeVar("T")
 #: Version of the state that ``state_dict`` returns.
 STATE_VERSION = 1
-#: Seeds and epochs are words of the generator's key, and of a JSON file's signed numbers.
-_END = 2**63
 
 
 class StoreBatchSampler(Sampler[list[int]]):
@@ -46,10 +44,10 @@ class StoreBatchSampler(Sampler[list[int]]):
             ``pad`` the last batches are smaller and each row comes exactly once. Every rank has
             the same number of batches in any case.
         pad: fill the last step with rows from the beginning of the order, which come again.
-        block_rows: None shuffles single rows. Else blocks of so many neighbours are shuffled,
-            and the rows within each 4 successive blocks: reads become runs of neighbours, which
-            one range read serves. The rows of a batch come in ascending order. ``docs/data.md``
-            says what blocks cost in randomness.
+        block_rows: how to shuffle. None shuffles single rows. Else blocks of so many neighbours are
+            shuffled, and the rows within each 4 successive blocks: reads become runs of neighbours,
+            which one range read serves. The rows of a batch come in ascending order.
+            ``docs/data.md`` says what blocks cost in randomness.
 
     Raises:
         ValueError: each row exactly once is impossible (fewer rows than ranks, or batches of one
@@ -77,11 +75,13 @@ class StoreBatchSampler(Sampler[list[int]]):
         block_rows: int | None = None,
     ) -> None:
         length = len(dataset) if isinstance(dataset, Sized) else dataset
-        self.rows = _whole("dataset", length, 0, _END)
+        self.rows = whole("dataset", length, 0, END)
         self.num_replicas, self.rank = _placement(num_replicas, rank)
-        self.batch_size = _whole("batch_size", batch_size, 1, _END)
-        self.block_rows = None if block_rows is None else _whole("block_rows", block_rows, 1, _END)
-        self.shuffle, self.seed = bool(shuffle), _whole("seed", seed, 0, _END)
+        self.batch_size = whole("batch_size", batch_size, 1, END)
+        self.block_rows = None if block_rows is None else whole("block_rows", block_rows, 1, END)
+        if self.block_rows is not None and not shuffle:
+            raise ValueError("block_rows= is a way to shuffle: pass shuffle=True with it")
+        self.shuffle, self.seed = bool(shuffle), whole("seed", seed, 0, END)
         self.drop_last, self.pad = bool(drop_last), bool(pad)
         if self.drop_last and self.pad:
             raise ValueError("drop_last=True leaves out what pad=True would fill up; take one")
@@ -89,7 +89,7 @@ class StoreBatchSampler(Sampler[list[int]]):
             raise ValueError(self._impossible(self.rows))
         # What has been drawn: rows of the order of ``_epoch`` that all ranks have taken. Without a
         # pass under way the next one goes on there.
-        self._epoch, self._position = _whole("epoch", epoch, 0, _END), 0
+        self._epoch, self._position = whole("epoch", epoch, 0, END), 0
         # The pass that was begun last: it took ``_epoch``, so the next one takes another.
         self._under_way: _Pass | None = None
         # The epoch that set_epoch asked for since then.
@@ -130,7 +130,7 @@ class StoreBatchSampler(Sampler[list[int]]):
         Raises:
             ValueError: it is none of these.
         """
-        epoch = _whole("epoch", epoch, 0, _END)
+        epoch = whole("epoch", epoch, 0, END)
         if epoch != self._epoch or self._under_way is not None:
             self._go(epoch, 0)
         self._asked = epoch
@@ -218,6 +218,8 @@ class StoreBatchSampler(Sampler[list[int]]):
             StateMismatch: the state is of other data or another order; the message names the
                 field. Also where the remaining rows cannot be dealt out exactly once.
         """
+        if not isinstance(state, Mapping):
+            raise StateMismatch(f"{state!r:.80} is no state of a StoreBatchSampler")
         mine = self.state_dict()
         for field, value in mine.items():
             given = state.get(field)
@@ -229,7 +231,7 @@ class StoreBatchSampler(Sampler[list[int]]):
                     "with the dataset and the arguments that it was taken with"
                 )
         epoch, position = state["epoch"], state["position"]
-        for field, end in (("epoch", _END - 1), ("position", self.rows)):
+        for field, end in (("epoch", END - 1), ("position", self.rows)):
             if state[field] > end:
                 raise StateMismatch(f"the state has {field}={state[field]}, which is beyond {end}")
         if self._sizes(position) is None:
@@ -376,20 +378,22 @@ def _uneven(which: str, batches: int) -> ValueError:
 def _placement(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
     """Return the number of ranks and this one's."""
     if dist.is_available() and dist.is_initialized():
-        found = dist.get_world_size(), dist.get_rank()
+        found: tuple[Any, Any] = dist.get_world_size(), dist.get_rank()
+        source = "torch.distributed"
     else:
-        found = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
-    ranks = _whole("num_replicas", found[0] if num_replicas is None else num_replicas, 1, _END)
-    return ranks, _whole("rank", found[1] if rank is None else rank, 0, ranks)
-
-
-def _whole(name: str, value: Any, first: int, end: int) -> int:
-    """Return a whole number of any kind as an int. Raises ValueError outside ``[first, end)``."""
+        found = os.environ.get("WORLD_SIZE", "1"), os.environ.get("RANK")
+        source = "the environment variables WORLD_SIZE and RANK"
     try:
-        number = index(value)
-    except TypeError:
-        raise ValueError(f"{name}={value!r}: it must be a whole number") from None
-    if not first <= number < end:
-        to = "2**63 - 1" if end == _END else end - 1
-        raise ValueError(f"{name}={number}: at least {first}, at most {to}")
-    return number
+        ranks = int(found[0]) if num_replicas is None else num_replicas
+        own = (0 if found[1] is None else int(found[1])) if rank is None else rank
+    except ValueError:
+        raise ValueError(f"{source} say {found[0]!r} and {found[1]!r}: whole numbers") from None
+    ranks = whole("num_replicas", ranks, 1)
+    if rank is None and found[1] is None and ranks > 1:
+        raise ValueError(
+            f"num_replicas={ranks} and no rank: pass rank=, or set RANK, or every process would "
+            "read the rows of rank 0"
+        )
+    if rank is None and own >= ranks:
+        raise ValueError(f"{source} say rank={own}, of num_replicas={ranks}")
+    return ranks, whole("rank", own, 0, ranks)

@@ -10,11 +10,12 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from tensordict import TensorDict, is_tensor_collection
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import collate
 
 from tdio.data._fan_in import ANSWER, ASK, Dial, FanIn, Live, Serve, Source
 from tdio.data._rebatch import rebatch as regroup
+from tdio.data.arguments import whole
 from tdio.errors import EndOfStream, ProtocolError, StateMismatch, TdioError
 from tdio.pipe.opening import CONNECT_TIMEOUT_S
 from tdio.pipe.pipe import MAX_MESSAGE_BYTES, TIMEOUT_S, TensorDictPipe
@@ -51,7 +52,8 @@ class PipeStream(IterableDataset[Any]):
     Args:
         pipes: open pipes, read at the same time.
         clone: each item has memory of its own, as if it were cloned. False for a loop that is
-            done with an item when it asks for the next: the memory is received into again.
+            done with an item when it asks for the next: the memory is received into again. Not in a
+            worker of a ``DataLoader``, which asks for the next at once.
         prefetch: how many tensordicts are received ahead, at least 1; small ones up to 1 MiB in
             total. Each producer may have received one more. When that is full producers wait.
         rebatch: regroup the rows (dim 0) into batches of so many, the last one smaller.
@@ -113,8 +115,10 @@ class PipeStream(IterableDataset[Any]):
         super().__init__()
         numbers = {"pipes": len(pipes), "prefetch": prefetch, "rebatch": rebatch}
         for name, number in {**numbers, "max_items": max_items}.items():
-            if number is not None and number < 1:
-                raise ValueError(f"{name} is {number}; it must be at least 1")
+            if number is not None:
+                whole(name, number, 1)
+        if timeout is not None and not timeout > 0:
+            raise ValueError(f"timeout is {timeout}; it must be above 0, or None for ever")
         if on_lost not in ("raise", "continue"):
             raise ValueError(f"on_lost is {on_lost!r}; it must be 'raise' or 'continue'")
         first = pipes[0]
@@ -240,6 +244,11 @@ class PipeStream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         """Begin a pass; see the class."""
         self._source.check()
+        if not self._clone and get_worker_info() is not None:
+            raise ValueError(
+                "clone=False in a worker of a DataLoader, which hands an item on and receives into "
+                "its memory again while the trainer reads it: leave it out, or use num_workers=0"
+            )
         begin, self._begin = self._begin or _START, None
         self._position = begin
         return self._pass(begin)
@@ -292,7 +301,9 @@ class PipeStream(IterableDataset[Any]):
 
     def _lose(self, who: str, error: TdioError) -> None:
         if self._on_lost == "raise":
-            raise type(error)(f"{who}: {error}") from error
+            raise type(error)(
+                f"{who}: {error} (on_lost='continue' goes on with the other producers)"
+            ) from error
         self.lost += 1
         log.warning("%s is lost, the stream goes on: %s", who, error)
 

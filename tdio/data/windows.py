@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import index
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from tdio.errors import EntryMismatch, EntryNotFound, InvalidIndex
 from tdio.layout.paths import Key, path_of
 from tdio.layout.spec import Int64Array, LeafSpec
 from tdio.store.handle import Handle
-from tdio.store.windows import lengths, read_windows, step_shape, tensors_only
+from tdio.store.windows import lengths, read_windows, step_shape, tensors_of
 
 
 class Windows:
@@ -35,24 +34,18 @@ class Windows:
         handle: Handle,
         paths: Sequence[str],
         length: int,
-        stride: int | None,
+        stride: int,
         key: Key | Sequence[Key] | None,
         prefix: str,
     ) -> None:
         self.handle, self.paths, where = handle, list(paths), str(handle.location)
-        try:
-            self.length = index(length)
-            self.stride = self.length if stride is None else index(stride)
-        except TypeError:
-            raise InvalidIndex(f"window={length!r}, stride={stride!r}: whole numbers") from None
-        if self.length < 1 or self.stride < 1:
-            raise InvalidIndex(f"window={length}, stride={stride}: at least 1 step")
+        self.length, self.stride = length, stride
         if len(handle.info.batch) != 1:
             raise InvalidIndex(
                 f"{where} has the batch size {list(handle.info.batch)}; windows are taken of "
                 "stores with one batch dim, the elements"
             )
-        specs = tensors_only(handle.specs(self.paths), where)
+        specs = tensors_of(handle.specs(self.paths))
         ragged = {path for path, spec in specs.items() if spec.ragged}
         self.sliced = _named(specs, key, prefix, where) if key is not None else ragged
         if not self.sliced:

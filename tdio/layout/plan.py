@@ -5,7 +5,8 @@ Three ways to read the rows of an entry, chosen by counting (numbers in ``docs/s
 - *direct*: one range for each run of rows that follow each other in the order of the request,
   received straight into its place;
 - *spanned*: rows that lie close together, as one range from the first to the last, of which they
-  are picked out without being sorted;
+  are picked out without being sorted; at most 64 bytes for each row lie between them, or what the
+  batch has left;
 - *gathered*: distinct rows in ascending order, received into a scratch buffer and picked out of
   it. Near neighbours are merged where that halves the number of ranges (of many small rows: leaves
   a sixth). A gap is read through where it moves fewer bytes than another command would, or costs
@@ -49,7 +50,7 @@ class Ranges:
         starts: first byte of each range, int64 ``[r]``.
         sizes: length of each range in bytes, all above 0, int64 ``[r]``; None where each is
             ``row_bytes``.
-        rows: for a gathered read, the row of the scratch buffer for each row of the result,
+        rows: for a gathered or spanned read, where each row of the result is in the scratch buffer,
             int64 ``[n]``; None for a direct one, whose ranges fill the result in order.
         row_bytes: the size of one row.
 

@@ -18,6 +18,7 @@ from tdio._td import (
     is_non_tensor,
     value_of,
 )
+from tdio.errors import EntryNotFound
 from tdio.layout.spec import LeafSpec
 from tdio.store._keys import (
     _TENSOR,
@@ -96,9 +97,14 @@ class StoredReads(StoredKeys):
         key = _unravel_key_to_tuple(key)
         path = self._full(key)
         if path in self._handle.known():
-            if default is None and id(self) in _UPDATED.get():
-                return _TENSOR if self.entry_class(key) is torch.Tensor else _VALUE
-            return self._read_entry(path, (), **kwargs)
+            try:
+                if default is None and id(self) in _UPDATED.get():
+                    return _TENSOR if self.entry_class(key) is torch.Tensor else _VALUE
+                return self._read_entry(path, (), **kwargs)
+            except EntryNotFound:
+                if path in self._handle.paths:
+                    raise
+                # Another handle has deleted it meanwhile.
         if path != self._prefix and self._has_level(path):
             return self._nested(path)
         if default is NO_DEFAULT:
@@ -134,7 +140,11 @@ class StoredReads(StoredKeys):
     ) -> Any:
         path = self._full(_unravel_key_to_tuple(key))
         if path in self._handle.known():
-            return self._read_entry(path, idx, **kwargs)
+            try:
+                return self._read_entry(path, idx, **kwargs)
+            except EntryNotFound:
+                if path in self._handle.paths:
+                    raise
         value = self._get_tuple(key, default, **kwargs)
         return value if value is default else value[idx]
 

@@ -253,7 +253,8 @@ class StoredWrites(StoredReads):
 
     def _check_same_leaves(self, flat: Flat, index: Any) -> None:
         expected = {self._full(path) for path in self._leaf_paths()}
-        check_leaves(expected, flat.paths, f"{self._handle.location}[{index!r}]")
+        where = f"{self._handle.location}[{index!r}]"
+        check_leaves(expected, flat.paths, where, ". Write single entries with set_at_")
 
     def _del(self, key: tuple[str, ...]) -> None:
         if self._full(key) not in self._handle.known() and not self._has_level(self._full(key)):

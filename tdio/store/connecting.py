@@ -39,8 +39,13 @@ def locate(
             ``socket_connect_timeout`` (seconds, 0.8 by default), ...
 
     Raises:
-        TypeError: ``client`` is neither of the two.
+        TypeError: ``client`` is neither of the two; a URL.
     """
+    if "url" in redis_kwargs or "://" in str(host):
+        raise TypeError(
+            "a URL is no argument here: pass host=, port=, db=, password=, or "
+            "client=redis.Redis.from_url(...)"
+        )
     address: Address | MemoryServer
     if isinstance(client, MemoryServer):
         address = client

@@ -10,12 +10,14 @@ import numpy as np
 
 from tdio.errors import AccessDenied, CorruptEntry, EntryNotFound
 from tdio.layout.plan import PIECE_BYTES, one_range
-from tdio.store.handle import ATTEMPTS, Contended, Handle
+from tdio.store.handle import ATTEMPTS, Contended, Handle, Known
 from tdio.wire.reading import Tokens
 from tdio.wire.requests import Arg, Commands, Fetch, Operation, RangeRead, Reads
 
 #: Without MULTI, a read that is torn so often is done in smaller parts.
 _TORN = 4
+#: So many times a read whose bytes are not there is done again while others write.
+_DOUBTS = 4
 #: So many reads that nobody wrote between have to follow one that somebody did, before the version
 #: is no longer asked for at both ends.
 _WARY = 16
@@ -48,7 +50,7 @@ class Plan:
 
 
 def fetch(handle: Handle, make: Callable[[], Operation[Plan]]) -> Operation[Any]:
-    """Read what ``make`` plans, from one version of the store. One round trip.
+    """Read what ``make`` plans, from one version of the store. One round trip if nobody writes.
 
     The version is read after the ranges. Where it is the one that was seen last, nobody has written
     since. Where it is another, the read is done again, and from then on, until nobody has written
@@ -57,11 +59,11 @@ def fetch(handle: Handle, make: Callable[[], Operation[Plan]]) -> Operation[Any]
     plan was made from metadata that another handle has changed.
 
     Raises:
-        Contended: writers came between too often, and the user may not use MULTI.
+        Contended: writers came between too often.
         CorruptEntry: an entry is shorter than its metadata says.
         EntryNotFound: the server lost an entry.
     """
-    doubted, torn = False, 0
+    doubts, torn = _DOUBTS, 0
     for _ in range(ATTEMPTS):
         if not handle.cache:
             yield from handle.reload()
@@ -82,44 +84,63 @@ def fetch(handle: Handle, make: Callable[[], Operation[Plan]]) -> Operation[Any]
             if not atomic:
                 raise
             handle.may_transact = False
+            del plan  # before the next one takes as much memory
             continue
         except (CorruptEntry, EntryNotFound) as error:
             # The metadata may be what is wrong: look once more before it is said aloud.
-            if doubted:
+            if not doubts:
                 yield from _look_for(handle, plan, error)
                 raise
+            del plan
             yield from handle.reload()
-            doubted = handle.state.tokens.schema == known.schema
+            doubts = doubts - 1 if handle.state.tokens != known else 0
             continue
-        version = replies[-1]
-        if version == known.version:
-            if stamp is not None:
-                handle.wary -= 1
+        verdict = _verdict(handle, state, replies[-1], stamp, alone=atomic or not plan.several)
+        if verdict is _SOUND:
             return plan.finish(replies[:-1])
-        if not known.describes(version):
+        del plan
+        if verdict is _STALE:
             yield from handle.reload()
-            continue
-        state.tokens = Tokens(version, known.schema)
-        if atomic or not plan.several:
-            return plan.finish(replies[:-1])
-        handle.wary = _WARY
-        if stamp is None:
-            continue
-        if stamp.into.tobytes() == version:
-            return plan.finish(replies[:-1])
-        torn += 1
-        if torn >= _TORN and not handle.may_transact:
-            break
+        elif stamp is not None:
+            torn += 1
+            if torn >= _TORN and not handle.may_transact:
+                break
+    advice = "" if handle.may_transact else "let the user use MULTI and EXEC, or "
     raise Contended(
-        f"{handle.location}: other writers came between every attempt of this read; let the user "
-        "use MULTI and EXEC, or read fewer rows at once"
+        f"{handle.location}: other writers came between every attempt of this read; {advice}read "
+        "fewer rows at once"
     )
+
+
+_SOUND, _STALE, _WRITTEN = "sound", "stale", "written"
+
+
+def _verdict(
+    handle: Handle, state: Known, version: object, stamp: RangeRead | None, *, alone: bool
+) -> str:
+    """Say what the version behind the ranges means, and remember it.
+
+    ``alone`` is what was read by one command, or in a transaction: nobody can come between.
+    """
+    known = state.tokens
+    if version == known.version:
+        if stamp is not None:
+            handle.wary -= 1
+        return _SOUND
+    if not isinstance(version, bytes) or not known.describes(version):
+        return _STALE
+    state.tokens = Tokens(version, known.schema)
+    if alone:
+        return _SOUND
+    handle.wary = _WARY
+    return _SOUND if stamp is not None and stamp.into.tobytes() == version else _WRITTEN
 
 
 def _stamp(handle: Handle, size: int) -> RangeRead:
     """Read the version, before what is planned."""
     before = np.empty(size, np.uint8)
-    return RangeRead(handle.names.version, one_range(0, size), before, ("", handle.location))
+    what = ("__tdio_version__", handle.location)
+    return RangeRead(handle.names.version, one_range(0, size), before, what)
 
 
 def _look_for(handle: Handle, plan: Plan, error: Exception) -> Operation[None]:

@@ -223,8 +223,11 @@ class Handle:
         return {path: state.specs[path] for path in wanted}
 
     def specs(self, paths: Iterable[str]) -> dict[str, Spec]:
-        """Run ``load``."""
+        """Run ``load``. Nothing is connected to for what is kept."""
         wanted = list(paths)
+        kept = self.state.specs
+        if self.cache and all(path in kept for path in wanted):
+            return {path: kept[path] for path in wanted}
         return self.client.read(lambda: self.doubting(lambda: self._loading(wanted)))
 
     def specs_under(self, prefix: str) -> dict[str, Spec]:
@@ -248,10 +251,12 @@ class Handle:
             try:
                 return (yield from make())
             except (IndexOutOfRange, InvalidIndex, EntryNotFound, CorruptEntry):
-                if self.state is known:
+                # It may have read the store anew itself, and others have changed it since.
+                seen = self.state
+                if seen.same_as(known):
                     yield from self.reload()
-                if self.state.same_as(known):
-                    raise
+                    if self.state.same_as(seen):
+                        raise
         raise Contended(f"{self.location}: its keys or shapes changed at every attempt")
 
     def _loading(self, paths: list[str]) -> Operation[dict[str, Spec]]:

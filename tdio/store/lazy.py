@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from tdio._td import (
     LazyStackedTensorDict,
     _register_tensor_class,
 )
-from tdio.errors import IndexOutOfRange, UnsupportedValue, WrongStoreKind
+from tdio.errors import EntryMismatch, IndexOutOfRange, UnsupportedValue, WrongStoreKind
 from tdio.layout.dtypes import check_plain
 from tdio.layout.index import as_int
 from tdio.store._local import no_server
@@ -119,6 +120,9 @@ class LazyStackedTensorDictStore(StoredStack):
     ) -> LazyStackedTensorDictStore:
         """Copy a lazy stack to the server; entries whose shapes differ get an offset table.
 
+        Dims in which the elements differ are no batch dims of the store: elements of batch size
+        ``[T, 3]``, each with a T of its own, come back with batch size ``[]`` and their leaves.
+
         Args:
             lazy_td: the stack, N elements with the same keys and dtypes.
             backend: as in the constructor.
@@ -132,7 +136,8 @@ class LazyStackedTensorDictStore(StoredStack):
                 arguments of ``redis.Redis``.
 
         Raises:
-            EntryMismatch: elements differ in their keys or in the dtype of a leaf.
+            EntryMismatch: elements differ in their keys, in the dtype of a leaf, or in a batch dim
+                before ``stack_dim``.
             StoreExists: ``td_id`` is taken.
             EntryTooLarge: an entry is above the server's string limit; nothing was sent.
         """
@@ -143,10 +148,10 @@ class LazyStackedTensorDictStore(StoredStack):
             )
         elements = lazy_td.tensordicts
         device = lazy_td.device if device is None else device
-        info = _info(len(elements), lazy_td.stack_dim, tuple(elements[0].batch_size), device)
-        columns = columns_of(elements)
-        names = lazy_td.names if any(lazy_td.names) else None
-        info = replace(info, levels=columns.levels(info, names))
+        inner = _common_batch(lazy_td)
+        info = _info(len(elements), lazy_td.stack_dim, inner, device)
+        columns = columns_of(elements, inner)
+        info = replace(info, levels=columns.levels(info, lazy_td.names[: len(info.batch)]))
         for path, column in columns.tensors.items():
             for tensor in column:
                 check_plain(tensor, f"the entry {path!r}")
@@ -212,6 +217,25 @@ class LazyStackedTensorDictStore(StoredStack):
         if type(index) is int and self.stack_dim == 0:
             return ElementView(self, self._position(index))
         return super().__getitem__(index)
+
+
+def _common_batch(stack: Any) -> tuple[int, ...]:
+    """Return the batch dims that all elements begin with.
+
+    Raises:
+        EntryMismatch: they differ in one before the stack dim.
+    """
+    sizes = [tuple(td.batch_size) for td in stack.tensordicts]
+    same = takewhile(lambda dims: len(set(dims)) == 1, zip(*sizes, strict=False))
+    inner = tuple(dims[0] for dims in same)
+    if stack.stack_dim > len(inner):
+        odd = next(size for size in sizes if size != sizes[0])
+        raise EntryMismatch(
+            f"the elements have batch sizes {list(sizes[0])} and {list(odd)}, which differ before "
+            f"stack_dim={stack.stack_dim}: stack them along dim {len(inner)}, or give them "
+            "batch_size=[]"
+        )
+    return inner
 
 
 def _info(count: int, stack_dim: int, inner: tuple[int, ...], device: Any) -> StoreInfo:

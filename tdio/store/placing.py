@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -49,7 +50,7 @@ def plan_leaves(
 
     Rows too large to be merged come first, as there is little to plan; then from the smallest leaf
     on. What is read between the rows of all of them is at most as much as what is returned, or
-    4 MiB for gaps below the size of a command.
+    4 MiB for gaps below the size of a command, or 64 bytes for each row of a leaf.
     """
     plain = Selection(rows.positions)
     swapped: Selection | None = None
@@ -85,22 +86,19 @@ def _to_stack_first(rows: Rows, batch: tuple[int, ...], stack: int) -> Int64Arra
     return np.ravel_multi_index(tuple(first), shape).astype(np.int64)
 
 
-@dataclass(frozen=True)
-class _Gather:
-    """Rows that were read in ascending order, to be put in their places."""
+def _place(into: Any, read: RangeRead) -> None:
+    """Put rows that were read in ascending order in their places; what they were in is free."""
+    rows, size = read.ranges.rows, read.ranges.row_bytes
+    assert rows is not None
+    table, target = read.into.reshape(-1, size), into.reshape(-1, size)
+    if size % 8 == 0:
+        # Whole words (slots are aligned): a gather of bytes costs three times as much.
+        table, target = table.view(np.int64), target.view(np.int64)
+    np.take(table, rows, axis=0, out=target, mode="clip")
+    read.into = _NOTHING
 
-    scratch: Any
-    plan: Ranges
-    into: Any
 
-    def place(self) -> None:
-        assert self.plan.rows is not None
-        size = self.plan.row_bytes
-        table, target = self.scratch.reshape(-1, size), self.into.reshape(-1, size)
-        if size % 8 == 0:
-            # Whole words (slots are aligned): a gather of bytes costs three times as much.
-            table, target = table.view(np.int64), target.view(np.int64)
-        np.take(table, self.plan.rows, axis=0, out=target, mode="clip")
+_NOTHING = np.empty(0, np.uint8)
 
 
 @dataclass(frozen=True)
@@ -116,7 +114,6 @@ class Landing:
     slots: Sequence[Slot]
     reads: Reads
     memory: torch.Tensor
-    _gathers: list[_Gather]
     _where: object
 
     def storage(self, device: torch.device | None) -> torch.Tensor:
@@ -125,8 +122,6 @@ class Landing:
         Raises:
             UnsupportedValue: this machine has no such device.
         """
-        for gather in self._gathers:
-            gather.place()
         try:
             return self.memory if device is None else self.memory.to(device)
         except (RuntimeError, AssertionError) as error:
@@ -151,9 +146,8 @@ def landing(
     if nbytes > _UNASKED_BYTES:
         yield from _check_held(handle, specs)
     memory = allocate(nbytes)
-    gathers: list[_Gather] = []
-    reads = Reads(_reads(handle, specs, plans, slots, memory.numpy(), gathers))
-    return Landing(slots, reads, memory, gathers, handle.location)
+    reads = Reads(_reads(handle, specs, plans, slots, memory.numpy()))
+    return Landing(slots, reads, memory, handle.location)
 
 
 def _reads(
@@ -162,7 +156,6 @@ def _reads(
     plans: Iterable[Planned],
     slots: Sequence[Slot],
     target: Any,
-    gathers: list[_Gather],
 ) -> Iterator[RangeRead]:
     names, location = handle.names, handle.location
     for at, plan in plans:
@@ -170,12 +163,13 @@ def _reads(
         if not slot.nbytes:
             continue
         into = target[slot.start : slot.start + slot.nbytes]
-        if plan.rows is not None:
-            gathers.append(_Gather(np.empty(plan.moved_bytes, np.uint8), plan, into))
-            into = gathers[-1].scratch
-        what = (spec.path, location)
+        key, what = names.data(spec.path), (spec.path, location)
         whole = plan.single == (0, spec.nbytes)
-        yield RangeRead(names.data(spec.path), plan, into, what, whole)
+        if plan.rows is None:
+            yield RangeRead(key, plan, into, what, whole)
+        else:
+            scratch = np.empty(plan.moved_bytes, np.uint8)
+            yield RangeRead(key, plan, scratch, what, whole, partial(_place, into))
 
 
 def _check_held(handle: Handle, specs: Sequence[LeafSpec]) -> Operation[None]:

@@ -46,7 +46,7 @@ class Columns:
         return levels
 
 
-def columns_of(elements: Sequence[TensorDictBase], root: Sequence[int] | None = None) -> Columns:
+def columns_of(elements: Sequence[TensorDictBase], root: Sequence[int]) -> Columns:
     """Take the elements of a stack apart; ``root`` is the batch size that needs no level.
 
     Raises:

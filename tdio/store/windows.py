@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
-from tdio._td import TensorDict, consolidated
-from tdio.errors import IndexOutOfRange, InvalidIndex, UnsupportedValue
+from tdio._td import TensorDict, consolidated, value_entry
+from tdio.errors import IndexOutOfRange, InvalidIndex
 from tdio.layout.buffers import pack
 from tdio.layout.plan import Ranges, Selection, plan_rows
 from tdio.layout.spec import Int64Array, LeafSpec
+from tdio.layout.values import ValueSpec
+from tdio.store.entries import decoded
 from tdio.store.fetching import Plan, fetch
 from tdio.store.handle import Handle
 from tdio.store.placing import landing
@@ -47,18 +50,9 @@ def step_shape(spec: LeafSpec, where: str) -> tuple[int, ...]:
     return shape[1:]
 
 
-def tensors_only(specs: dict[str, Spec], where: str) -> dict[str, LeafSpec]:
-    """Return ``specs`` if all are tensors.
-
-    Raises:
-        UnsupportedValue: one is not.
-    """
-    out = {path: spec for path, spec in specs.items() if isinstance(spec, LeafSpec)}
-    if odd := sorted(specs.keys() - out.keys()):
-        raise UnsupportedValue(
-            f"{where}: the entry {odd[0]!r} is not a tensor; leave it out with keys="
-        )
-    return out
+def tensors_of(specs: Mapping[str, Spec]) -> dict[str, LeafSpec]:
+    """Return the entries that are tensors."""
+    return {path: spec for path, spec in specs.items() if isinstance(spec, LeafSpec)}
 
 
 def read_windows(
@@ -82,7 +76,8 @@ def read_windows(
         device: device of the result.
 
     Returns:
-        A TensorDict ``[B]``: sliced entries ``[B, T, *]``, others ``[B, *]``.
+        A TensorDict ``[B]``: sliced entries ``[B, T, *]``, others ``[B, *]``; of those that are no
+        tensors the value of each window's element.
 
     Raises:
         IndexOutOfRange: the store has become shorter since the windows were computed.
@@ -90,7 +85,9 @@ def read_windows(
 
     def planning() -> Operation[Plan]:
         where = str(handle.location)
-        specs = tensors_only((yield from handle.load(paths)), where)
+        found = yield from handle.load(paths)
+        specs = tensors_of(found)
+        values = [spec for spec in found.values() if isinstance(spec, ValueSpec)]
         count = len(elements)
         plans: list[Ranges] = []
         leaves: list[tuple[torch.dtype, tuple[int, ...]]] = []
@@ -116,12 +113,23 @@ def read_windows(
 
         def finish(blobs: list[bytes | None]) -> TensorDict:
             placed = dict(zip(specs, slots, strict=True))
-            return consolidated(landed.storage(device), placed, (count,), device)
+            others = {
+                spec.path: _value_of_each(decoded(handle, spec, blob), elements)
+                for spec, blob in zip(values, blobs, strict=True)
+            }
+            return consolidated(landed.storage(device), placed, (count,), device, values=others)
 
-        return Plan(landed.reads, (), finish)
+        return Plan(landed.reads, [spec.path for spec in values], finish)
 
     out: TensorDict = handle.client.read(lambda: handle.doubting(lambda: fetch(handle, planning)))
     return out
+
+
+def _value_of_each(value_dims: tuple[Any, int], elements: Int64Array) -> Any:
+    """Return a non-tensor entry: the value of the element of each window."""
+    value, dims = value_dims
+    chosen = [value[at] for at in elements.tolist()] if dims else value
+    return value_entry(chosen, 1 if dims else 0, (len(elements),))
 
 
 def _first_rows(spec: LeafSpec, elements: Int64Array, row_bytes: int) -> Int64Array:

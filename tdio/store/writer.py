@@ -24,17 +24,18 @@ from tdio.wire.reading import Spec
 from tdio.wire.requests import Operation
 
 
-def check_leaves(expected: set[str], given: set[str], where: str) -> None:
-    """Refuse a value whose leaves are not those of the store.
+def check_leaves(expected: set[str], given: set[str], where: str, advice: str = "") -> None:
+    """Refuse a value whose leaves are not those of the store, or of the other elements.
 
     Raises:
         EntryMismatch: naming the missing and the extra ones.
     """
     missing, extra = sorted(expected - given), sorted(given - expected)
     if missing or extra:
+        lacks = [f"lacks the entries {missing}"] if missing else []
+        has = [f"has the unknown entries {extra}"] if extra else []
         raise EntryMismatch(
-            f"{where}: the value lacks the entries {missing} and has the unknown entries {extra}; "
-            "nothing was written. Write single entries with set_at_"
+            f"{where}: the value {' and '.join(lacks + has)}; nothing was written{advice}"
         )
 
 

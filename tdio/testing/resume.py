@@ -7,25 +7,58 @@ Items are compared with ``same``; a state must survive JSON, so that it holds no
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
+from tensordict import LazyStackedTensorDict, is_tensor_collection
+
+from tdio._td import is_non_tensor
 
 #: A checkpoint of positions is small; one that holds data is not.
 MAX_STATE_BYTES = 4096
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two items are equal; tensors and tensordicts are compared by value."""
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    if hasattr(a, "batch_size"):
-        return bool(a.batch_size == b.batch_size and (a == b).all())
+    """Whether two items are equal, to the bit: of one dtype, shape and set of keys; NaN is NaN.
+
+    Args:
+        a: a tensor (also a nested one), a tensordict, a lazy stack, an array, or lists, tuples and
+            dicts of them.
+        b: likewise.
+    """
+    if is_tensor_collection(a):
+        return is_tensor_collection(b) and a.batch_size == b.batch_size and _same_entries(a, b)
+    if isinstance(a, (list, tuple)):
+        return isinstance(b, (list, tuple)) and len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, Mapping):
+        fits = isinstance(b, Mapping) and not is_tensor_collection(b) and a.keys() == b.keys()
+        return fits and all(same(a[k], b[k]) for k in a)
     if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
+        return isinstance(b, torch.Tensor) and a.is_nested == b.is_nested and _same_tensor(a, b)
+    if isinstance(a, np.ndarray):
+        one = isinstance(b, np.ndarray) and (a.dtype, a.shape) == (b.dtype, b.shape)
+        return one and a.tobytes() == b.tobytes()
     return bool(a == b)
+
+
+def _same_entries(a: Any, b: Any) -> bool:
+    if is_non_tensor(a) or is_non_tensor(b):
+        return is_non_tensor(a) and is_non_tensor(b) and same(a.tolist(), b.tolist())
+    if isinstance(a, LazyStackedTensorDict):
+        return same(list(a.unbind(0)), list(b.unbind(0)))
+    return set(a.keys()) == set(b.keys()) and all(same(a.get(k), b.get(k)) for k in set(a.keys()))
+
+
+def _same_tensor(a: Any, b: Any) -> bool:
+    if a.is_nested:
+        return same([a.values(), a.offsets()], [b.values(), b.offsets()])
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    one, other = (x.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for x in (a, b))
+    return torch.equal(one, other)
 
 
 def through_json(state: Any) -> Any:

@@ -138,10 +138,6 @@ class AsyncClient:
                 await asyncio.sleep(wait_s)
         return await self._drive(operation())
 
-    async def write(self, operation: Operation[T]) -> T:
-        """Run an operation that writes; as ``Client.write``, from a coroutine."""
-        return await self._drive(operation)
-
     async def _drive(self, operation: Operation[T]) -> T:
         link = await self._take()
         try:
@@ -155,6 +151,7 @@ class AsyncClient:
                         await link.close()
                         link = await self._take()
                 else:
+                    del request
                     request = operation.send(replies)
         except StopIteration as stop:
             result: T = stop.value

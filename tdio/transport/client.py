@@ -75,6 +75,8 @@ class Client:
                         link.close()
                         link = self._take()
                 else:
+                    # Its buffers are free before the operation takes others.
+                    del request
                     request = operation.send(replies)
         except StopIteration as stop:
             result: T = stop.value

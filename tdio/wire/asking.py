@@ -13,6 +13,8 @@ from tdio.wire.scatter import Group
 _EARLY_BYTES = 8 * 1024
 #: And the first ones once so many bytes are asked for.
 _EARLY_ASKED = 32 * 1024
+#: What is planned beyond this waits until some of it has arrived.
+_AHEAD_BYTES = 4 * 1024 * 1024
 #: At most so many single ranges are asked for in one piece.
 _FEW = 64
 #: From so many on, replies go straight to their places though they are small.
@@ -63,8 +65,9 @@ def pieces(
                 request.meanwhile()
             return
         # There is nothing to do but to wait: prepare what is asked for next. One leaf at a time, so
-        # that the server does not run out of work.
-        reads.take_one()
+        # that the server does not run out of work, and not all of them, as each takes memory.
+        if reads.planned_bytes - receiver.received_bytes < _AHEAD_BYTES:
+            reads.take_one()
         ready = ready or next(batches, None)
         over = ready is None
         if not over:

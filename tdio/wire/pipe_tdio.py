@@ -121,8 +121,8 @@ class TdioProtocol(Protocol):
 
     def _closed_by_peer(self) -> PeerLost:
         return PeerLost(
-            f"{self.name} closed the pipe; it did not read {self.unread} of the {self.sent} "
-            "tensordicts that were sent"
+            f"{self.name} closed the pipe; it has not said that it read {self.unread} of the "
+            f"{self.sent} tensordicts that were sent"
         )
 
     # ---- receiving
@@ -222,8 +222,8 @@ class TdioProtocol(Protocol):
         except (PeerLost, PipeTimeout) as error:
             if self.unread:
                 raise type(error)(
-                    f"{self.name} has read {self._acked} of the {self.sent} tensordicts that were "
-                    f"sent; the rest is lost: {error}"
+                    f"{self.name} has said to have read {self._acked} of the {self.sent} "
+                    f"tensordicts that were sent; the rest may be lost: {error}"
                 ) from error
         if self.unread:
             raise self._closed_by_peer()

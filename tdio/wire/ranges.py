@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +24,7 @@ _PLAIN_COMMANDS = 16
 
 
 def as_asked(read: RangeRead, at_once: bool) -> RangeRead:
-    """Return a read as commands ask for it: long ranges in pieces, or the whole string at once.
+    """Make a read one that commands ask for: long ranges in pieces, or the whole string at once.
 
     A whole string that is no longer than a piece, or of any length where ``at_once`` says so, is
     asked for with ``GET``, which Valkey answers without a copy: 20 entries of 80 kB take a third of
@@ -33,8 +32,8 @@ def as_asked(read: RangeRead, at_once: bool) -> RangeRead:
     """
     if read.whole and (at_once or len(read.into) <= PIECE_BYTES):
         return read
-    pieces = in_pieces(read.ranges)
-    return read if pieces is read.ranges else replace(read, ranges=pieces, whole=False)
+    read.ranges, read.whole = in_pieces(read.ranges), False
+    return read
 
 
 def encode_reads(reads: Iterable[RangeRead]) -> Iterator[tuple[bytes, int]]:

@@ -17,7 +17,8 @@ from tdio.wire.ranges import Bytes
 from tdio.wire.requests import RangeRead
 from tdio.wire.scatter import Group, Scatter, spread
 
-#: A payload from this size on is received into its place, not through the scratch buffer.
+#: A payload from this size on is received into its place, not through the scratch buffer. So are
+#: smaller ones that are few, or stand before such a one.
 DIRECT_BYTES = 8 * 1024
 #: So many large frames, or so many bytes of them, are prepared for at a time: one lot ahead of the
 #: one that is arriving.
@@ -88,7 +89,8 @@ def groups_of(reads: Iterable[RangeRead]) -> Iterator[Group]:
         for size, count in runs:
             end = at + size * count
             header = b"$%d\r\n" % size
-            yield Group(read, size, count, into[at:end], header, direct or size >= DIRECT_BYTES)
+            straight = direct or size >= DIRECT_BYTES
+            yield Group(read, size, count, into[at:end], header, straight, end == len(into))
             at = end
 
 
@@ -110,7 +112,8 @@ class RangeReceiver:
         self._view = self._scratch.data
         self._fill = 0
         self._pos = 0
-        self._scatters: deque[Scatter] = deque()
+        #: Each with the groups that end in it.
+        self._scatters: deque[tuple[Scatter, list[Group]]] = deque()
         self._groups = iter(groups)
         self._group = next(self._groups, None)
         #: Nothing has been prepared for yet: that is done while the server works.
@@ -133,7 +136,7 @@ class RangeReceiver:
         if self._scatters:
             if len(self._scatters) < 2:
                 self._prepare()
-            views = [view for scatter in self._scatters for view in scatter.want()]
+            views = [view for scatter, _ in self._scatters for view in scatter.want()]
             if self._group is None or not self._group.direct:
                 views.append(self._view)
             return views
@@ -185,6 +188,8 @@ class RangeReceiver:
                 self._pos += count * frame
                 self.received_bytes += count * group.size
                 self._took(group, count)
+                if group is not self._group:
+                    group.arrived()
             elif group.direct:
                 self._begin_scatter()
             else:
@@ -199,12 +204,13 @@ class RangeReceiver:
         self._pos = self._fill = 0
         if arrived:
             # Less than the first of these frames, or it would not be here.
-            spread(self._scatters[0].want(), arrived)
+            spread(self._scatters[0][0].want(), arrived)
             self._scattered(len(arrived))
 
     def _prepare(self) -> None:
         """Make ready for the next frames that go straight to their places, if there are any."""
         frames: list[tuple[Group, memoryview]] = []
+        ending: list[Group] = []
         room = _LOT_BYTES
         while (group := self._group) is not None and group.direct:
             size, into = group.size, group.into
@@ -218,12 +224,14 @@ class RangeReceiver:
                 frames += [(group, into[i * size : (i + 1) * size]) for i in range(count)]
             room -= count * size
             self._took(group, count)
+            if group is not self._group:
+                ending.append(group)
         if frames:
-            self._scatters.append(Scatter(frames))
+            self._scatters.append((Scatter(frames), ending))
 
     def _scattered(self, n: int) -> None:
         while n and self._scatters:
-            scatter = self._scatters[0]
+            scatter, ending = self._scatters[0]
             before = scatter.received_bytes
             unexpected = scatter.got(n)
             self.received_bytes += scatter.received_bytes - before
@@ -232,10 +240,12 @@ class RangeReceiver:
                 return
             self._scatters.popleft()
             if unexpected is not None:
-                behind = [view for later in self._scatters for view in later.want()]
+                behind = [view for later, _ in self._scatters for view in later.want()]
                 group, rest = unexpected
                 rest += b"".join([*behind, self._view])[:n]
                 raise UnexpectedFrameError(group.read, group.size, rest)
+            for group in ending:
+                group.arrived()
         if not self._scatters:
             self._fill = n
             self._advance()

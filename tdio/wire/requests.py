@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -57,6 +56,7 @@ class RangeRead:
         into: uint8 ``[n]`` destination.
         what: entry and store, for errors.
         whole: whether it is all of the string, in one range.
+        arrived: called with the read as soon as its last byte is there.
     """
 
     key: str
@@ -64,6 +64,7 @@ class RangeRead:
     into: npt.NDArray[np.uint8]
     what: tuple[str, object]
     whole: bool = False
+    arrived: Callable[[RangeRead], None] | None = None
 
     def __str__(self) -> str:
         return f"entry {self.what[0]!r} of {self.what[1]}"
@@ -79,26 +80,31 @@ class Reads:
     def __init__(self, reads: Iterable[RangeRead] = ()):
         self._taken: list[RangeRead] = []
         self._more = iter(reads)
+        #: How much those that are planned bring.
+        self.planned_bytes = 0
+
+    def _take(self) -> RangeRead | None:
+        following = next(self._more, None)
+        if following is not None:
+            self._taken.append(following)
+            self.planned_bytes += len(following.into)
+        return following
 
     def __iter__(self) -> Iterator[RangeRead]:
         taken, at = self._taken, 0
-        while True:
-            if at == len(taken):
-                following = next(self._more, None)
-                if following is None:
-                    return
-                taken.append(following)
+        while at < len(taken) or self._take() is not None:
             yield taken[at]
             at += 1
 
     def first(self, count: int) -> list[RangeRead]:
         """Return so many of them, or all that there are."""
-        self._taken += itertools.islice(self._more, max(0, count - len(self._taken)))
+        while len(self._taken) < count and self._take() is not None:
+            pass
         return self._taken[:count]
 
     def take_one(self) -> None:
         """Have one more planned."""
-        self._taken += itertools.islice(self._more, 1)
+        self._take()
 
 
 @dataclass(slots=True)
@@ -111,8 +117,7 @@ class Fetch:
         atomic: wrap all of it in MULTI/EXEC.
         together: send all commands at once, as the server then most likely runs them without those
             of others between. For a read that writers came between.
-        stamp: the version, read before the others. Beside them: chained before them, where they
-            are planned, it cost 3 us.
+        stamp: the version, read before the others.
         meanwhile: work that needs no reply, done when the server has enough to do.
     """
 

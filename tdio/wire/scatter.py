@@ -1,4 +1,4 @@
-"""Large payloads of a reply stream, received straight into their places."""
+"""Payloads of a reply stream that are received straight into their places."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tdio.wire.requests import RangeRead
 class Group:
     """Consecutive frames of one size.
 
-    ``direct`` ones are received straight into their places.
+    ``direct`` ones are received straight into their places. ``last``: they end their read.
     """
 
     read: RangeRead
@@ -24,6 +24,12 @@ class Group:
     into: memoryview
     header: bytes
     direct: bool
+    last: bool = True
+
+    def arrived(self) -> None:
+        """Tell who reads, if these frames are the last."""
+        if self.last and self.read.arrived is not None:
+            self.read.arrived(self.read)
 
 
 class Scatter:
