@@ -25,6 +25,7 @@ FILE = re.compile(r"# (\w+\.py)\b")
 MODULES = [
     "tdio.store.plain",
     "tdio.store.lazy",
+    "tdio.store.opening",
     "tdio.data.dataset",
     "tdio.data.collate",
     "tdio.data.nodes",

@@ -18,18 +18,27 @@ from __future__ import annotations
 
 import copyreg
 import io
-import math
 import pickle
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_tensorclass
+from torch.compiler import is_compiling
 
 from tdio._td import REBUILDABLE, consolidated
-from tdio.layout.buffers import Slot, allocate, pack
+from tdio.data.gathering import (
+    Run,
+    gather,
+    gathered,
+    in_one,
+    is_plain,
+    parts_of,
+    scatter,
+)
+from tdio.layout.buffers import allocate, pack
 from tdio.layout.paths import SEPARATOR
 
 
@@ -43,14 +52,14 @@ def one_storage(batch: Any) -> Any:
         ``batch`` itself where it has one storage already, else a copy.
     """
     if isinstance(batch, LazyStackedTensorDict):
-        return batch if _is_one_storage(batch) else _gathered(batch, lambda tensor: tensor)
+        return batch if _is_one_storage(batch) else gathered(batch, lambda tensor: tensor)
     if is_rebuildable(batch._tensordict if is_tensorclass(batch) else batch):
         return batch
     leaves = flat_leaves(batch)
     if leaves is not None:
         return stack_leaves({path: [leaf] for path, leaf in leaves.items()}, batch, None)
     if not _has_known_dtypes(batch):
-        return _gathered(batch, lambda tensor: tensor)
+        return gathered(batch, lambda tensor: tensor)
     copy = batch.consolidate(metadata=True)
     # consolidate() locks, which would keep the user from adding an entry.
     return _rebuilt(copy, lambda storage: storage) if type(copy) is TensorDict else copy
@@ -81,16 +90,11 @@ def _collect(td: Any, prefix: str, batch: torch.Size, into: dict[str, torch.Tens
     for name, value in td.items():
         if SEPARATOR in name:
             return False
-        if type(value) is torch.Tensor and _plain(value):
+        if is_plain(value):
             into[prefix + name] = value
         elif not _collect(value, prefix + name + SEPARATOR, batch, into) or value.is_empty():
             return False
     return True
-
-
-def _plain(value: torch.Tensor) -> bool:
-    strided = value.layout is torch.strided and value.device.type == "cpu"
-    return strided and not value.requires_grad and not value.is_nested
 
 
 def stack_leaves(
@@ -117,56 +121,7 @@ def stack_leaves(
     return consolidated(storage, placed, (*lead, *like.batch_size), like.device)
 
 
-# ---- ragged batches
-
-
-def gather(leaves: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[Run]]:
-    """Copy leaves into one storage, those of a dtype one after the other.
-
-    Args:
-        leaves: plain CPU tensors of any shapes and dtypes.
-
-    Returns:
-        The storage, uint8 ``[nbytes]``, and where in it the leaves of each dtype are.
-    """
-    groups: dict[torch.dtype, list[int]] = {}
-    for number, leaf in enumerate(leaves):
-        groups.setdefault(leaf.dtype, []).append(number)
-    slots, nbytes = pack(
-        [(dtype, (sum(leaves[n].numel() for n in group),)) for dtype, group in groups.items()]
-    )
-    storage = allocate(nbytes)
-    runs = []
-    for slot, group in zip(slots, groups.values(), strict=True):
-        torch.cat([leaves[n].reshape(-1) for n in group], out=slot.view(storage))
-        runs.append(Run(slot, group, [tuple(leaves[n].shape) for n in group]))
-    return storage, runs
-
-
-@dataclass(frozen=True)
-class Run:
-    """Leaves of one dtype in a storage.
-
-    Attributes:
-        slot: where they are, one after the other.
-        numbers: which leaves they are.
-        shapes: the shape of each.
-    """
-
-    slot: Slot
-    numbers: list[int]
-    shapes: list[tuple[int, ...]]
-
-
-def scatter(storage: torch.Tensor, runs: Sequence[Run]) -> dict[int, torch.Tensor]:
-    """Return the leaves by number, as views of the storage that ``gather`` made."""
-    out: dict[int, torch.Tensor] = {}
-    for run in runs:
-        counts = [math.prod(shape) for shape in run.shapes]
-        parts = torch.split(run.slot.view(storage), counts)
-        for number, part, shape in zip(run.numbers, parts, run.shapes, strict=True):
-            out[number] = part.view(shape)
-    return out
+# ---- to other processes
 
 
 class _Skeleton(ForkingPickler):
@@ -229,11 +184,7 @@ def _reduce_stack(stack: Any) -> Any:
     skeleton = _Skeleton(file)
     skeleton.dump(stack)
     found = dict(enumerate(skeleton.found))
-    plain = {
-        n: leaf
-        for n, leaf in found.items()
-        if type(leaf) is torch.Tensor and _plain(leaf) and not _shared(leaf)
-    }
+    plain = {n: leaf for n, leaf in found.items() if is_plain(leaf) and not _shared(leaf)}
     storage, runs = _numbered(plain)
     others = {n: leaf for n, leaf in found.items() if n not in plain}
     return _unpack, (file.getvalue(), storage, runs, others)
@@ -259,77 +210,7 @@ def _numbered(leaves: dict[int, torch.Tensor]) -> tuple[torch.Tensor, list[Run]]
     return storage, [replace(run, numbers=[numbers[n] for n in run.numbers]) for run in runs]
 
 
-def _gathered(batch: Any, move: Callable[[torch.Tensor], torch.Tensor], **options: Any) -> Any:
-    """Return ``batch`` with its plain leaves in one storage, which ``move`` makes of theirs.
-
-    They are copied into one first where they are not in one.
-    """
-    leaves: list[torch.Tensor] = []
-    batch.apply(leaves.append, filter_empty=True)
-    parts = [_parts(leaf) for leaf in leaves]
-    moved = iter(_moved([x for some in parts for x in some if _is_simple(x)], move))
-    made = iter(
-        [
-            _joined(leaf, [next(moved) if _is_simple(x) else move(x) for x in some])
-            for leaf, some in zip(leaves, parts, strict=True)
-        ]
-    )
-    return batch.apply(lambda leaf: next(made), filter_empty=False, **options)
-
-
-def _is_simple(part: torch.Tensor) -> bool:
-    return type(part) is torch.Tensor and _plain(part)
-
-
-def _moved(
-    leaves: Sequence[torch.Tensor], move: Callable[[torch.Tensor], torch.Tensor]
-) -> list[torch.Tensor]:
-    if not leaves:
-        return []
-    if not _share(leaves):
-        copy, runs = gather(leaves)
-        placed = scatter(move(copy), runs)
-        return [placed[number] for number in range(len(leaves))]
-    whole = torch.empty(0, dtype=torch.uint8).set_(leaves[0].untyped_storage())
-    storage = move(whole).untyped_storage()
-    return [
-        torch.empty(0, dtype=leaf.dtype, device=storage.device).set_(
-            storage, leaf.storage_offset(), leaf.shape, leaf.stride()
-        )
-        for leaf in leaves
-    ]
-
-
-def _share(leaves: Sequence[torch.Tensor]) -> bool:
-    """Whether leaves are in one storage that holds little else."""
-    own = leaves[0].untyped_storage()
-    at, nbytes = own.data_ptr(), sum(leaf.nbytes for leaf in leaves)
-    return 2 * nbytes >= own.nbytes() and all(
-        leaf.untyped_storage().data_ptr() == at for leaf in leaves
-    )
-
-
-def _parts(leaf: torch.Tensor) -> list[torch.Tensor]:
-    """Return the plain tensors that a leaf consists of: a jagged one of several."""
-    if not leaf.is_nested or leaf.layout is not torch.jagged:
-        return [leaf]
-    nested: Any = leaf
-    return [
-        part for part in (nested.values(), nested.offsets(), nested.lengths()) if part is not None
-    ]
-
-
-def _joined(leaf: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    if not leaf.is_nested or leaf.layout is not torch.jagged:
-        return parts[0]
-    nested: Any = leaf
-    values, offsets, *lengths = parts
-    return torch.nested.nested_tensor_from_jagged(
-        values, offsets, lengths[0] if lengths else None, jagged_dim=nested._ragged_idx
-    )
-
-
-# ---- pinning
+# ---- pinned, and to other devices
 
 
 def _pinning(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -338,11 +219,11 @@ def _pinning(original: Callable[..., Any]) -> Callable[..., Any]:
         if inplace:
             return original(self, num_threads, inplace)
         if type(self) is LazyStackedTensorDict:
-            return _gathered(self, torch.Tensor.pin_memory)
+            return gathered(self, torch.Tensor.pin_memory)
         if type(self) is TensorDict and is_rebuildable(self):
             return _rebuilt(self, torch.Tensor.pin_memory)
         if type(self) is TensorDict and not _has_known_dtypes(self):
-            return _gathered(self, torch.Tensor.pin_memory)
+            return gathered(self, torch.Tensor.pin_memory)
         return original(self, num_threads, inplace)
 
     return pin_memory
@@ -352,13 +233,17 @@ def _moving(original: Callable[..., Any]) -> Callable[..., Any]:
     def to(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the batch on a device, or as what else is asked for; one storage is one copy."""
         device = args[0] if args else kwargs.get("device")
-        alone = len(args) + ("device" in kwargs) == 1 and kwargs.keys() <= {
-            "device",
-            "non_blocking",
-        }
-        if alone and isinstance(device, (str, int, torch.device)) and _is_one_storage(self):
+        alone = len(args) + ("device" in kwargs) == 1
+        alone = alone and kwargs.keys() <= {"device", "non_blocking"}
+        ours = type(self) in (TensorDict, LazyStackedTensorDict) and not is_compiling()
+        if ours and alone and isinstance(device, (str, int, torch.device)):
             target, non_blocking = torch.device(device), bool(kwargs.get("non_blocking"))
-            return _gathered(self, lambda x: x.to(target, non_blocking=non_blocking), device=target)
+            if self.device != target and _is_one_storage(self):
+
+                def move(tensor: torch.Tensor) -> torch.Tensor:
+                    return tensor.to(target, non_blocking=non_blocking)
+
+                return gathered(self, move, device=target)
         return original(self, *args, **kwargs)
 
     return to
@@ -370,8 +255,8 @@ def _is_one_storage(batch: Any) -> bool:
         return False
     leaves: list[torch.Tensor] = []
     batch.apply(leaves.append, filter_empty=True)
-    parts = [part for leaf in leaves for part in _parts(leaf)]
-    return bool(parts) and all(map(_is_simple, parts)) and _share(parts)
+    parts = [part for leaf in leaves for part in parts_of(leaf)]
+    return bool(parts) and all(map(is_plain, parts)) and in_one(parts)
 
 
 for _kind in (TensorDict, LazyStackedTensorDict):

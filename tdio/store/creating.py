@@ -57,7 +57,7 @@ def _undo(location: Location) -> None:
         client.close()
 
 
-def delete_store(location: Location) -> None:
+def delete_at(location: Location) -> None:
     """Delete a store, complete or not."""
     client = Client(location.address)
     try:

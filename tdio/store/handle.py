@@ -123,8 +123,10 @@ class Handle:
         self.may_script = True
         #: For so many more reads others may write between.
         self.wary = 0
+        #: How the version is asked for, behind the ranges of a read.
         self.ask_version = token_items(location.names)[0]
         self.state = Known(info)
+        self._aio: AsyncClient | None = None
 
     @property
     def info(self) -> StoreInfo:
@@ -278,7 +280,7 @@ class Handle:
         Raises:
             UnsupportedValue: a server in memory, which plain code reads.
         """
-        client: AsyncClient | None = self.__dict__.get("_aio")
+        client = self._aio
         if client is None or not client.usable:
             if isinstance(self.location.address, MemoryServer):
                 raise UnsupportedValue("a MemoryServer has no async face; read it from plain code")
@@ -296,4 +298,4 @@ class Handle:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.client = Client(self.location.address)
+        self.client, self._aio = Client(self.location.address), None

@@ -156,15 +156,17 @@ class LazyStackedTensorDictStore(StoredStack):
             for tensor in column:
                 check_plain(tensor, f"the entry {path!r}")
         total = sum(t.nbytes for column in columns.tensors.values() for t in column)
-        report, done = progress_bar(total, progress)
         location = locate(prefix=prefix, td_id=td_id, **connection)
         options: Any = {"allow_pickle": allow_pickle, "where": str(location)}
-        puts: list[Any] = [
-            *(upload_elements(path, column, report) for path, column in columns.tensors.items()),
-            *(put_value(path, (list(v), 1), **options) for path, v in columns.values.items()),
-        ]
-        handle = create(location, info, puts, cache=cache_metadata, allow_pickle=allow_pickle)
-        done()
+        with progress_bar(total, progress) as report:
+            puts: list[Any] = [
+                *(
+                    upload_elements(path, column, report)
+                    for path, column in columns.tensors.items()
+                ),
+                *(put_value(path, (list(v), 1), **options) for path, v in columns.values.items()),
+            ]
+            handle = create(location, info, puts, cache=cache_metadata, allow_pickle=allow_pickle)
         return cls._wrap(handle, None, backend)
 
     @classmethod

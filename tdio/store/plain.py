@@ -24,7 +24,7 @@ from tdio.layout.paths import check_key
 from tdio.store._local import no_server
 from tdio.store._stored import Stored
 from tdio.store.connecting import locate
-from tdio.store.creating import create, delete_store
+from tdio.store.creating import create
 from tdio.store.flat import Flat, flatten
 from tdio.store.handle import Edit, Handle
 from tdio.store.uploading import progress_bar, puts_of, upload_zeros
@@ -187,10 +187,9 @@ class TensorDictStore(Stored):
         for path, tensor in flat.tensors.items():
             check_plain(tensor, f"the entry {path!r}")
         info = replace(info, levels=flat.levels)
-        report, done = progress_bar(sum(t.nbytes for t in flat.tensors.values()), progress)
-        puts = puts_of(flat, report, allow_pickle=allow_pickle, where=str(location))
-        handle = create(location, info, puts, cache=cache_metadata, allow_pickle=allow_pickle)
-        done()
+        with progress_bar(sum(t.nbytes for t in flat.tensors.values()), progress) as report:
+            puts = puts_of(flat, report, allow_pickle=allow_pickle, where=str(location))
+            handle = create(location, info, puts, cache=cache_metadata, allow_pickle=allow_pickle)
         store = cls._wrap(handle, None, backend)
         return store if kind is None else kind._from_tensordict(store)
 
@@ -338,60 +337,6 @@ def _tensorclass(asked: type | str | None, stored: str) -> Any:
         return asked
     name = asked or stored
     return imported_tensorclass(name) if name else None
-
-
-def open_store(
-    *,
-    td_id: str,
-    prefix: str = "tensordict",
-    device: Any = None,
-    backend: str = "redis",
-    cache_metadata: bool = True,
-    allow_pickle: bool = False,
-    **connection: Any,
-) -> Any:
-    """Open a store of either kind. One round trip; writes nothing.
-
-    Args:
-        td_id: id of the store.
-        prefix: namespace of its keys.
-        device: device of the tensors that reads return; None takes the stored one.
-        backend: a name of the server's kind, as in the constructor.
-        cache_metadata: keep keys, shapes and offset tables, as in the constructor.
-        allow_pickle: read and write pickled values, as in the constructor.
-        **connection: ``host``, ``port``, ``db``, ``unix_socket_path``, ``client`` and arguments
-            of ``redis.Redis``.
-
-    Returns:
-        A ``TensorDictStore`` or a ``LazyStackedTensorDictStore``.
-
-    Raises:
-        StoreNotFound: no such store.
-        IncompleteStore: its writer has not finished, or died.
-    """
-    from tdio.store.lazy import LazyStackedTensorDictStore
-
-    location = locate(prefix=prefix, td_id=td_id, **connection)
-    handle = Handle.open(location, cache=cache_metadata, allow_pickle=allow_pickle)
-    kind = LazyStackedTensorDictStore if handle.lazy else TensorDictStore
-    return kind._wrap(handle, device, backend)
-
-
-def delete(
-    *, td_id: str, prefix: str = "tensordict", backend: str = "redis", **connection: Any
-) -> None:
-    """Delete a store from the server, also one whose upload was never finished.
-
-    Args:
-        td_id: id of the store.
-        prefix: namespace of its keys.
-        backend: as in the constructor.
-        **connection: as in ``TensorDictStore.from_store``.
-
-    Raises:
-        StoreNotFound: no such store.
-    """
-    delete_store(locate(prefix=prefix, td_id=td_id, **connection))
 
 
 _register_tensor_class(TensorDictStore)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -28,12 +29,14 @@ def _no_progress(nbytes: int) -> None:
     pass
 
 
-def progress_bar(total_bytes: int, enabled: bool) -> tuple[Progress, Callable[[], None]]:
-    """Return a function that counts uploaded bytes, and one that ends the bar."""
+@contextmanager
+def progress_bar(total_bytes: int, enabled: bool) -> Iterator[Progress]:
+    """Give a function that counts uploaded bytes, and end the bar in any case."""
     if not enabled:
-        return _no_progress, lambda: None
-    bar = tqdm(total=total_bytes, unit="B", unit_scale=True, desc="upload")
-    return bar.update, bar.close
+        yield _no_progress
+        return
+    with tqdm(total=total_bytes, unit="B", unit_scale=True, desc="upload") as bar:
+        yield bar.update
 
 
 def put_value(path: str, value: tuple[Any, int], *, allow_pickle: bool, where: str) -> PutValue:

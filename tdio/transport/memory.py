@@ -121,7 +121,7 @@ class MemoryEndpoint(Endpoint):
     """One end in memory. ``memory_pair`` makes two.
 
     The faults: ``cut`` loses the connection, ``stall`` announces messages whose bytes do not come,
-    ``shorten`` and ``inject`` make the other end receive what nobody sent.
+    ``inject`` makes the other end receive what nobody sent.
     """
 
     def __init__(self, wire: _Wire, side: int, tdio_peer: bool):
@@ -130,7 +130,6 @@ class MemoryEndpoint(Endpoint):
         self._inbox = wire.inboxes[side]
         self._outbox = wire.inboxes[1 - side]
         self._closed = False
-        self._shorten_to: int | None = None
         self.sent: list[int] = []
         self.tdio_peer = tdio_peer
         self.accepted = bool(side)
@@ -150,10 +149,6 @@ class MemoryEndpoint(Endpoint):
             self._wire.stalled[self._side] = on
             self._wire.wake()
 
-    def shorten(self, nbytes: int) -> None:
-        """Cut the next message that this end sends to ``nbytes`` bytes."""
-        self._shorten_to = nbytes
-
     def inject(self, message: bytes, channel: int = 0) -> None:
         """Let the other end receive ``message``."""
         with self._wire.changed:
@@ -169,8 +164,6 @@ class MemoryEndpoint(Endpoint):
     def send(self, buffer: Any, channel: int = 0) -> Transfer:
         """Copy ``buffer`` to the other end. Raises PeerLost or PipeClosed."""
         message = _view(buffer).tobytes()
-        if self._shorten_to is not None:
-            message, self._shorten_to = message[: self._shorten_to], None
         with self._wire.changed:
             self._check()
             if self._wire.lost:
