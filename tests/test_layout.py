@@ -117,7 +117,7 @@ def execute(ranges, blob):
     parts = [blob[s : s + n] for s, n in zip(pieces.starts, pieces.sizes, strict=True)]
     data = np.concatenate([*parts, np.zeros(0, np.uint8)])
     if ranges.rows is not None:
-        data = data.reshape(-1, ranges.row_bytes)[ranges.rows].reshape(-1)
+        data = data.reshape(-1, ranges.row_bytes)[ranges.rows - ranges.first].reshape(-1)
     return data
 
 

@@ -471,3 +471,20 @@ def test_elements_whose_batch_sizes_agree_in_part(conn):
         errors.EntryMismatch, match=r"\[3\] and \[4\], which differ before stack_dim=1"
     ):
         stored(differ, conn)
+
+
+@pytest.mark.parametrize("start", [0, 70_001])
+@pytest.mark.parametrize("shape", [(), (3,), (2,)], ids=str)
+def test_tiny_rows_all_over_a_long_entry(conn, shape, start):
+    """A long span is read in pieces; rows are looked for in each, a block at a time."""
+    data = TensorDict(x=torch.randint(0, 99, (3_000_000, *shape), dtype=torch.int32))
+    data.batch_size = [3_000_000]
+    with TensorDictStore.from_tensordict(data, **conn) as store:
+        span = 3_000_000 - start
+        for index in (
+            torch.randperm(span)[:300_000] + start,
+            torch.randint(span, (300_000,)) + start,
+            slice(start, None, 7),
+            torch.rand(3_000_000) > 0.9,
+        ):
+            assert torch.equal(store[index]["x"], data["x"][index])

@@ -26,6 +26,8 @@ from tdio.layout.spec import Int64Array
 COMMAND_BYTES = 128
 #: Gaps below that may take so much memory beyond what is returned, whatever that is.
 SLACK_BYTES = 4 * 1024 * 1024
+#: So many rows are looked at at a time.
+BLOCK_ROWS = 1 << 16
 #: So much memory a range takes while it is planned: a gap below this takes less.
 _SAVED_BYTES = 64
 #: Merging more than this many bytes of gap saves no time even at full density; nor does merging
@@ -55,11 +57,12 @@ class Ranges:
         row_bytes: the size of one row.
 
     Attributes:
+        first: what is to be taken from ``rows``: a spanned read begins at this row of the entry.
         single: start and size, where there is one range.
         uniform: whether all sizes are known to be ``row_bytes``.
     """
 
-    __slots__ = ("_sizes", "_starts", "row_bytes", "rows", "single", "uniform")
+    __slots__ = ("_sizes", "_starts", "first", "row_bytes", "rows", "single", "uniform")
 
     def __init__(
         self,
@@ -72,6 +75,7 @@ class Ranges:
         self._sizes = sizes
         self.rows = rows
         self.row_bytes = row_bytes
+        self.first = 0
         self.uniform = sizes is None
         self.single: tuple[int, int] | None = None
         if len(starts) == 1:
@@ -84,6 +88,7 @@ class Ranges:
         self._starts = self._sizes = None
         self.rows = rows
         self.row_bytes = row_bytes
+        self.first = 0
         self.uniform = row_bytes == size
         self.single = start, size
         return self
@@ -150,7 +155,11 @@ class Selection:
     def count(self) -> int:
         """How many runs of consecutive positions there are."""
         if self._count is None:
-            self._count = len(self._breaks()) + 1
+            rows, self._count = self.positions, 1
+            # A block at a time: the whole would take as much memory as the index.
+            for at in range(0, len(rows) - 1, BLOCK_ROWS):
+                some = rows[at : at + BLOCK_ROWS + 1]
+                self._count += int(np.count_nonzero(some[1:] - some[:-1] != 1))
         return self._count
 
     def runs(self) -> tuple[Int64Array, Int64Array]:
@@ -274,8 +283,9 @@ def _spanned(selection: Selection, row_bytes: int, spare: int) -> Ranges | None:
     room = min(len(rows) * COMMAND_BYTES, max(spare, SLACK_BYTES))
     if beyond > max(room, len(rows) * _SAVED_BYTES):
         return None
-    rows = rows - first if first else rows
-    return Ranges.one(first * row_bytes, count * row_bytes, rows, row_bytes)
+    plan = Ranges.one(first * row_bytes, count * row_bytes, rows, row_bytes)
+    plan.first = first
+    return plan
 
 
 def _gap_limit(selection: Selection, row_bytes: int, most: int, spare: int) -> int | None:

@@ -14,7 +14,7 @@ import torch
 from tdio.errors import CorruptEntry, UnsupportedValue
 from tdio.layout.buffers import Slot, allocate
 from tdio.layout.index import Rows
-from tdio.layout.plan import MAX_GAP_BYTES, Ranges, Selection, plan_rows
+from tdio.layout.plan import BLOCK_ROWS, MAX_GAP_BYTES, Ranges, Selection, plan_rows
 from tdio.layout.spec import Int64Array, LeafSpec
 from tdio.store.handle import Handle
 from tdio.wire.reading import StoreInfo
@@ -86,18 +86,48 @@ def _to_stack_first(rows: Rows, batch: tuple[int, ...], stack: int) -> Int64Arra
     return np.ravel_multi_index(tuple(first), shape).astype(np.int64)
 
 
-def _place(into: Any, read: RangeRead) -> None:
-    """Put rows that were read in ascending order in their places; what they were in is free."""
-    rows, size = read.ranges.rows, read.ranges.row_bytes
+def _place(into: Any, plan: Ranges, first: int, read: RangeRead) -> None:
+    """Put the rows of a plan that are among those that were read in their places.
+
+    These are the rows from ``first`` of the entry's on. What they were in is free then.
+    """
+    rows, size = plan.rows, plan.row_bytes
     assert rows is not None
     table, target = read.into.reshape(-1, size), into.reshape(-1, size)
     if size % 8 == 0:
         # Whole words (slots are aligned): a gather of bytes costs three times as much.
         table, target = table.view(np.int64), target.view(np.int64)
-    np.take(table, rows, axis=0, out=target, mode="clip")
+    for at in range(0, len(rows), BLOCK_ROWS):
+        some = rows[at : at + BLOCK_ROWS]
+        some = some - first if first else some
+        if len(read.into) == plan.moved_bytes:
+            np.take(table, some, axis=0, out=target[at : at + BLOCK_ROWS], mode="clip")
+        else:
+            here = np.flatnonzero((some >= 0) & (some < len(table)))
+            target[here + at] = table[some[here]]
     read.into = _NOTHING
 
 
+def _gathering(
+    key: str, plan: Ranges, into: Any, what: tuple[str, object], whole: bool
+) -> Iterator[RangeRead]:
+    """Yield what reads the rows of a plan to pick them out of; a long span piece by piece."""
+    size = plan.row_bytes
+    if plan.single is None or plan.moved_bytes <= max(2 * len(into), _SPAN_BYTES):
+        scratch = np.empty(plan.moved_bytes, np.uint8)
+        yield RangeRead(key, plan, scratch, what, whole, partial(_place, into, plan, plan.first))
+        return
+    start, end = plan.single[0], plan.single[0] + plan.moved_bytes
+    step = max(1, _SPAN_BYTES // size) * size
+    for at in range(start, end, step):
+        count = min(step, end - at)
+        arrived = partial(_place, into, plan, plan.first + (at - start) // size)
+        scratch = np.empty(count, np.uint8)
+        yield RangeRead(key, Ranges.one(at, count, None, size), scratch, what, False, arrived)
+
+
+#: A span that is longer than this, and than twice what is returned, is read in pieces of this size.
+_SPAN_BYTES = 4 * 1024 * 1024
 _NOTHING = np.empty(0, np.uint8)
 
 
@@ -168,8 +198,7 @@ def _reads(
         if plan.rows is None:
             yield RangeRead(key, plan, into, what, whole)
         else:
-            scratch = np.empty(plan.moved_bytes, np.uint8)
-            yield RangeRead(key, plan, scratch, what, whole, partial(_place, into))
+            yield from _gathering(key, plan, into, what, whole)
 
 
 def _check_held(handle: Handle, specs: Sequence[LeafSpec]) -> Operation[None]:
