@@ -566,3 +566,27 @@ def test_a_view_of_much_else_is_not_moved_with_it():
     stack = collate_lazy(lazy_stack([TensorDict(x=large[i, : i + 1]) for i in range(4)]))
     moved = stack.to("meta")
     assert [td["x"].untyped_storage().nbytes() for td in moved.unbind(0)] == [4, 8, 12, 16]
+
+
+def test_samples_of_a_tensorclass_that_differ_are_a_lazy_stack_of_it():
+    samples = [Step(a=torch.ones(n), word=f"{n}", batch_size=[]) for n in (2, 4)]
+    for how in (tensordict_collate, collate_lazy):
+        batch = how(samples)
+        assert isinstance(batch, Step)
+        assert [(len(one.a), one.word) for one in batch.unbind(0)] == [(2, "2"), (4, "4")]
+        assert isinstance(how(batch), Step)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn], ids=str)
+def test_a_lock_goes_with_the_batch(dtype):
+    batch = collate_lazy([TensorDict(x=torch.ones(n).to(dtype)) for n in (1, 2)]).lock_()
+    assert batch.to("meta").is_locked
+    dense = collate_stack([TensorDict(x=torch.ones(2).to(dtype))] * 2).lock_()
+    assert dense.to("meta").is_locked
+
+
+def test_an_expanded_leaf_takes_no_more_than_it_holds():
+    stack = lazy_stack([TensorDict(x=torch.ones(1).expand(10_000_000 + i)) for i in range(2)])
+    sent = bytes(ForkingPickler.dumps(stack))
+    got = pickle.loads(sent)
+    assert [td["x"].untyped_storage().nbytes() for td in got.unbind(0)] == [4, 4]

@@ -195,6 +195,10 @@ def test_a_rank_is_not_guessed(monkeypatch):
         StoreBatchSampler(10, 2)
     monkeypatch.setenv("RANK", "1")
     assert StoreBatchSampler(10, 2).rank == 1
+    assert StoreBatchSampler(10, 2, num_replicas=1).rank == 0
+    monkeypatch.setenv("WORLD_SIZE", "")
+    monkeypatch.setenv("RANK", "")
+    assert StoreBatchSampler(10, 2).num_replicas == 1
     with pytest.raises(errors.StateMismatch, match="None is no state"):
         StoreBatchSampler(10, 2).load_state_dict(None)
 

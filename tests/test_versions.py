@@ -535,3 +535,33 @@ def test_an_entry_that_is_deleted_while_a_read_plans_is_left_out(conn):
 
             request = operation.send(client.read(once))
     assert set(ended.value.value.keys()) == {"a"}
+
+
+@pytest.mark.parametrize("harm", ["cut", "delete"])
+def test_a_damaged_entry_is_named_also_beside_a_writer(conn, raw, harm):
+    """Others change keys all the time: that is no reason to read what is damaged for ever."""
+    data = TensorDict(a=torch.zeros(4, 100), b=torch.ones(4), batch_size=[4])
+    one = TensorDictStore.from_tensordict(data, **conn)
+    key = one._handle.names.data("a")
+    raw.delete(key) if harm == "delete" else raw.set(key, b"short")
+    store = open_store(td_id=one.td_id, **conn)
+    client, number = store._handle.client, 0
+
+    def busy():
+        operation = reading(store._handle, ["a"], slice(None))
+        request = next(operation)
+        while True:
+            nonlocal number
+            number += 1
+            if number % 3 == 0:
+                one.set(f"u{number % 2}", torch.ones(4, 1 + number % 5))
+            try:
+                replies = yield request
+            except errors.TdioError as error:
+                request = operation.throw(error)
+            else:
+                request = operation.send(replies)
+
+    with pytest.raises(errors.TdioError, match="entry 'a'"):
+        client.read(busy)
+    assert number < 400

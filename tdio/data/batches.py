@@ -51,9 +51,13 @@ def one_storage(batch: Any) -> Any:
     Returns:
         ``batch`` itself where it has one storage already, else a copy.
     """
-    if isinstance(batch, LazyStackedTensorDict):
-        return batch if _is_one_storage(batch) else gathered(batch, lambda tensor: tensor)
-    if is_rebuildable(batch._tensordict if is_tensorclass(batch) else batch):
+    inner = batch._tensordict if is_tensorclass(batch) else batch
+    if isinstance(inner, LazyStackedTensorDict):
+        if _is_one_storage(inner):
+            return batch
+        made = gathered(inner, lambda tensor: tensor)
+        return made if inner is batch else type(batch)._from_tensordict(made)
+    if is_rebuildable(inner):
         return batch
     leaves = flat_leaves(batch)
     if leaves is not None:
@@ -221,7 +225,8 @@ def _pinning(original: Callable[..., Any]) -> Callable[..., Any]:
         if type(self) is LazyStackedTensorDict:
             return gathered(self, torch.Tensor.pin_memory)
         if type(self) is TensorDict and is_rebuildable(self):
-            return _rebuilt(self, torch.Tensor.pin_memory)
+            pinned = _rebuilt(self, torch.Tensor.pin_memory)
+            return pinned.lock_() if self.is_locked else pinned
         if type(self) is TensorDict and not _has_known_dtypes(self):
             return gathered(self, torch.Tensor.pin_memory)
         return original(self, num_threads, inplace)
@@ -238,7 +243,8 @@ def _moving(original: Callable[..., Any]) -> Callable[..., Any]:
         ours = type(self) in (TensorDict, LazyStackedTensorDict) and not is_compiling()
         if ours and alone and isinstance(device, (str, int, torch.device)):
             target, non_blocking = torch.device(device), bool(kwargs.get("non_blocking"))
-            if self.device != target and _is_one_storage(self):
+            # What is to be moved lies on the CPU.
+            if target.type != "cpu" and _is_one_storage(self):
 
                 def move(tensor: torch.Tensor) -> torch.Tensor:
                     return tensor.to(target, non_blocking=non_blocking)

@@ -124,8 +124,8 @@ def collate_lazy(batch: Any) -> Any:
         batch: as in ``tensordict_collate``.
 
     Returns:
-        A ``LazyStackedTensorDict`` ``[B, *]`` of the samples (views, no copy); a ready batch as
-        it is. It crosses from worker to trainer, and is pinned, as one storage.
+        A ``LazyStackedTensorDict`` ``[B, *]`` of the samples, copied into one storage; a ready
+        batch as it is. It crosses from worker to trainer, is pinned and moved as one storage.
 
     Raises:
         TypeError: not a batch.

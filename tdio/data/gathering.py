@@ -13,11 +13,13 @@ from tdio.layout.buffers import Slot, allocate, pack
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is a dense tensor on the host without anything to it."""
-    if type(value) is not torch.Tensor:
+    """Whether a value is a dense tensor on the host without anything to it, and not expanded."""
+    if type(value) is not torch.Tensor or value.is_nested:
         return False
-    strided = value.layout is torch.strided and value.device.type == "cpu"
-    return strided and not value.requires_grad and not value.is_nested
+    if value.layout is not torch.strided or value.device.type != "cpu" or value.requires_grad:
+        return False
+    # A copy of an expanded one would take up what only seems to be there.
+    return all(step or size < 2 for size, step in zip(value.shape, value.stride(), strict=True))
 
 
 def gather(leaves: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[Run]]:
@@ -84,7 +86,7 @@ def gathered(batch: Any, move: Callable[[torch.Tensor], torch.Tensor], **options
             for leaf, some in zip(leaves, parts, strict=True)
         ]
     )
-    return batch.apply(lambda leaf: next(made), filter_empty=False, **options)
+    return batch.apply(lambda leaf: next(made), filter_empty=False, propagate_lock=True, **options)
 
 
 def _moved(

@@ -381,8 +381,10 @@ def _placement(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
         found: tuple[Any, Any] = dist.get_world_size(), dist.get_rank()
         source = "torch.distributed"
     else:
-        found = os.environ.get("WORLD_SIZE", "1"), os.environ.get("RANK")
+        found = os.environ.get("WORLD_SIZE") or "1", os.environ.get("RANK") or None
         source = "the environment variables WORLD_SIZE and RANK"
+    if num_replicas == 1 and rank is None:
+        return 1, 0  # every process reads all of it
     try:
         ranks = int(found[0]) if num_replicas is None else num_replicas
         own = (0 if found[1] is None else int(found[1])) if rank is None else rank
@@ -395,5 +397,5 @@ def _placement(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
             "read the rows of rank 0"
         )
     if rank is None and own >= ranks:
-        raise ValueError(f"{source} say rank={own}, of num_replicas={ranks}")
+        raise ValueError(f"{source} say rank={own}, and there are num_replicas={ranks}")
     return ranks, whole("rank", own, 0, ranks)

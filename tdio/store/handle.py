@@ -18,6 +18,7 @@ from tdio.errors import (
     InvalidIndex,
     ServerTimeout,
     StoreNotFound,
+    TdioError,
     UnsupportedValue,
 )
 from tdio.layout.levels import Level
@@ -35,6 +36,8 @@ from tdio.wire.requests import Operation
 T = TypeVar("T")
 #: Attempts of a read or write that others come between.
 ATTEMPTS = 100
+#: So many times an operation whose error may follow from what is stale is done again.
+_DOUBTS = 25
 #: Tokens that are on no server: what is done after ``clear`` finds that the store is gone.
 CLEARED = Tokens(b"cleared." * 2, b"cleared.")
 
@@ -248,18 +251,22 @@ class Handle:
         An error that follows from what is known is true only of a store that is still so: an index
         outside a batch size, an entry that is not there.
         """
-        for _ in range(ATTEMPTS):
+        said: TdioError | None = None
+        for _ in range(_DOUBTS):
             known = self.state
             try:
                 return (yield from make())
-            except (IndexOutOfRange, InvalidIndex, EntryNotFound, CorruptEntry):
+            except (IndexOutOfRange, InvalidIndex, EntryNotFound, CorruptEntry) as error:
                 # It may have read the store anew itself, and others have changed it since.
-                seen = self.state
+                seen, said = self.state, error
                 if seen.same_as(known):
                     yield from self.reload()
                     if self.state.same_as(seen):
                         raise
-        raise Contended(f"{self.location}: its keys or shapes changed at every attempt")
+        raise Contended(
+            f"{self.location}: its keys or shapes changed at each of {_DOUBTS} attempts; the last "
+            f"one said: {said}"
+        ) from said
 
     def _loading(self, paths: list[str]) -> Operation[dict[str, Spec]]:
         if not self.cache:
