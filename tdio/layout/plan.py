@@ -141,19 +141,16 @@ class Selection:
     def __init__(self, positions: Int64Array):
         self.positions = positions
         self._count: int | None = None
+        self._runs: tuple[Int64Array, Int64Array] | None = None
         self._distinct: tuple[Int64Array, Int64Array, Int64Array] | None = None
         self._ascending: Int64Array | None = None
         self._span: tuple[int, int] | None = None
 
-    def _breaks(self) -> Int64Array:
-        """Return where a run of consecutive positions ends and the next begins, in order."""
-        rows = self.positions
-        breaks: Int64Array = (rows[1:] - rows[:-1] != 1).nonzero()[0] + 1
-        return breaks
-
     @property
     def count(self) -> int:
         """How many runs of consecutive positions there are."""
+        if len(self.positions) <= BLOCK_ROWS:
+            return len(self.runs()[0])
         if self._count is None:
             rows, self._count = self.positions, 1
             # A block at a time: the whole would take as much memory as the index.
@@ -164,10 +161,12 @@ class Selection:
 
     def runs(self) -> tuple[Int64Array, Int64Array]:
         """Return the first row and the length of each run, in order."""
-        breaks = self._breaks()
-        starts = np.concatenate([_FIRST, breaks])
-        ends = np.append(breaks, len(self.positions))
-        return self.positions[starts], ends - starts
+        if self._runs is None:
+            rows = self.positions
+            breaks = (rows[1:] - rows[:-1] != 1).nonzero()[0] + 1
+            starts = np.concatenate([_FIRST, breaks])
+            self._runs = rows[starts], np.append(breaks, len(rows)) - starts
+        return self._runs
 
     @property
     def distinct(self) -> tuple[Int64Array, Int64Array, Int64Array]:

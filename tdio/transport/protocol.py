@@ -169,7 +169,9 @@ class Protocol:
         self._reader.feed(receiver.rest())
         replies = []
         for command in request.after:
-            reply = yield from self._reply()
+            reply = self._parsed()
+            if reply is False:
+                reply = yield from self._reply()
             if isinstance(reply, hiredis.ReplyError):
                 raise error_of(str(reply), self._what(command))
             replies.append(reply)
