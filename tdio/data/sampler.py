@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sized
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
-import torch.distributed as dist
 from torch.utils.data import Sampler
 
-from tdio.data.arguments import END, whole
+from tdio.data.arguments import END, placement, whole
 from tdio.data.order import epoch_order, share, step_sizes
 from tdio.errors import StateMismatch
 from tdio.layout.spec import Int64Array
@@ -76,7 +74,7 @@ class StoreBatchSampler(Sampler[list[int]]):
     ) -> None:
         length = len(dataset) if isinstance(dataset, Sized) else dataset
         self.rows = whole("dataset", length, 0, END)
-        self.num_replicas, self.rank = _placement(num_replicas, rank)
+        self.num_replicas, self.rank = placement(num_replicas, rank)
         self.batch_size = whole("batch_size", batch_size, 1, END)
         self.block_rows = None if block_rows is None else whole("block_rows", block_rows, 1, END)
         if self.block_rows is not None and not shuffle:
@@ -373,29 +371,3 @@ def _uneven(which: str, batches: int) -> ValueError:
         f"the loader yields {which} batches than the {batches} of this pass: is it one with "
         "batch_sampler= this sampler?"
     )
-
-
-def _placement(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
-    """Return the number of ranks and this one's."""
-    if dist.is_available() and dist.is_initialized():
-        found: tuple[Any, Any] = dist.get_world_size(), dist.get_rank()
-        source = "torch.distributed"
-    else:
-        found = os.environ.get("WORLD_SIZE") or "1", os.environ.get("RANK") or None
-        source = "the environment variables WORLD_SIZE and RANK"
-    if num_replicas == 1 and rank is None:
-        return 1, 0  # every process reads all of it
-    try:
-        ranks = int(found[0]) if num_replicas is None else num_replicas
-        own = (0 if found[1] is None else int(found[1])) if rank is None else rank
-    except ValueError:
-        raise ValueError(f"{source} say {found[0]!r} and {found[1]!r}: whole numbers") from None
-    ranks = whole("num_replicas", ranks, 1)
-    if rank is None and found[1] is None and ranks > 1:
-        raise ValueError(
-            f"num_replicas={ranks} and no rank: pass rank=, or set RANK, or every process would "
-            "read the rows of rank 0"
-        )
-    if rank is None and own >= ranks:
-        raise ValueError(f"{source} say rank={own}, and there are num_replicas={ranks}")
-    return ranks, whole("rank", own, 0, ranks)
