@@ -289,8 +289,12 @@ def test_a_read_beside_writers_takes_a_second_round_trip_at_the_first_only(conn)
     assert store._handle.wary == 0
 
 
-def test_a_write_between_the_ranges_of_a_calm_read_is_seen(conn):
-    """Nobody has written for long, and then somebody does in the middle of a read."""
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_write_between_the_ranges_of_a_calm_read_is_seen(conn, threads):
+    """Nobody has written for long, and then somebody does in the middle of a read.
+
+    Of two threads the other one may see the new version first, and remember it in the handle.
+    """
     tds = [TensorDict(x=torch.zeros(3), y=torch.zeros(3)) for _ in range(4)]
     store = TensorDictStore.from_tensordict(lazy_stack(tds), **conn)
     other = open_store(td_id=store.td_id, **conn)
@@ -309,6 +313,8 @@ def test_a_write_between_the_ranges_of_a_calm_read_is_seen(conn):
                 halves = [*([request.stamp] if request.stamp else []), taken[0]], taken[1:]
                 yield Fetch(Reads(halves[0]))
                 other[0:4] = TensorDict(x=torch.ones(4, 3), y=torch.ones(4, 3)) * len(times)
+                if threads == 2:
+                    client.read(make)
                 replies = yield Fetch(Reads(halves[1]), request.after)
             else:
                 replies = yield request

@@ -95,7 +95,13 @@ def fetch(handle: Handle, make: Callable[[], Operation[Plan]]) -> Operation[Any]
             yield from handle.reload()
             doubts = doubts - 1 if handle.state.tokens != known else 0
             continue
-        verdict = _verdict(handle, state, replies[-1], stamp, alone=atomic or not plan.several)
+        # Against what was known when this read was planned: another thread may know more by now.
+        verdict = _SOUND
+        if replies[-1] != known.version:
+            alone = atomic or not plan.several
+            verdict = _verdict(handle, state, known, replies[-1], stamp, alone=alone)
+        elif stamp is not None:
+            handle.wary -= 1
         if verdict is _SOUND:
             return plan.finish(replies[:-1])
         del plan
@@ -116,17 +122,18 @@ _SOUND, _STALE, _WRITTEN = "sound", "stale", "written"
 
 
 def _verdict(
-    handle: Handle, state: Known, version: object, stamp: RangeRead | None, *, alone: bool
+    handle: Handle,
+    state: Known,
+    known: Tokens,
+    version: object,
+    stamp: RangeRead | None,
+    *,
+    alone: bool,
 ) -> str:
-    """Say what the version behind the ranges means, and remember it.
+    """Say what another version behind the ranges than the known one means, and remember it.
 
     ``alone`` is what was read by one command, or in a transaction: nobody can come between.
     """
-    known = state.tokens
-    if version == known.version:
-        if stamp is not None:
-            handle.wary -= 1
-        return _SOUND
     if not isinstance(version, bytes) or not known.describes(version):
         return _STALE
     state.tokens = Tokens(version, known.schema)
